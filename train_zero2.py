@@ -3,7 +3,7 @@
 
 Trains GPT-2 for a few steps through `deepspeed.initialize`, as a DeepSpeed JSON says, and measures:
   1. how much memory stage 2 saves against stage 0 (plain data parallelism), on which rank and in
-     which phase; how much of it is the optimizer states (stage 1), how much the gradients (stage 2);
+     which phase; what of it is the optimizer states (stage 1) and what the gradients (stage 2);
   2. whether training is still right: the loss falls, and it is the same at every stage;
   3. what bucket sizes do to memory and time, and which setting to use.
 
@@ -13,17 +13,19 @@ Trains GPT-2 for a few steps through `deepspeed.initialize`, as a DeepSpeed JSON
     deepspeed --num_gpus=2 train_zero2.py --sweep reduce_bucket_size=1e6,1e7,5e7
     torchrun --nproc-per-node=4 train_zero2.py --sweep stage=0,1,2 --share-gpu    # one card will do
 
-Rank 0 prints one line a step, a table of peak memory by phase (expected beside measured), and for
-several runs a comparison, verdicts (PASS, FAIL, NOT APPLICABLE) and a recommendation; --json FILE
-holds every figure raw. Exit status: 0 well, 1 a verdict or a run failed, 2 input refused, 130
-interrupted. Sections: 1 constants, 2 command line, 3 configuration, 4 ranks and devices, 5 model
+Rank 0 prints a line a step, peak memory by phase (expected beside measured) and, for several runs,
+a comparison, verdicts (PASS, FAIL, NOT APPLICABLE) and a recommendation; --json FILE holds every
+figure raw (bytes, seconds). Exit status: 0 well, 1 a verdict or a run failed, 2 input refused, 130
+interrupted. The page: 1 constants, 2 command line, 3 configuration, 4 ranks and devices, 5 model
 and batches, 6 measuring, 7 one run, 8 several runs, 9 output, 10 main.
 """
 import argparse
+import array
 import codecs
 import contextlib
 import copy
 import dataclasses
+import datetime
 import difflib
 import gc
 import io
@@ -41,6 +43,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 import warnings
 from pathlib import Path
 
@@ -52,11 +55,12 @@ HUB_WAIT_SECONDS = 15                  # then the Hub counts as unreachable
 COLLECTIVE_TIMEOUT_SECONDS = 600       # a rank that stalls longer ends the launch
 AGREE_TIMEOUT_SECONDS = 20             # for every rank to report that a run failed
 REFUSAL_DELAY_SECONDS = 2              # a launcher that sees another rank exit kills rank 0 unheard
-LOSS_TOLERANCE = 1e-3                  # relative; fp16 reductions in another order differ by ~1e-4
+LOSS_TOLERANCE = 1e-3                  # relative; fp16 reductions in another order differ by 1e-4
 MEMORY_NOISE = 0.01                    # relative; the same run twice differs by less on a GPU
 TIME_NOISE = 0.02                      # relative, or the interquartile range where that is larger
 STAGE0_BUCKET = 500_000_000            # elements; MEMORY_OPT_ALLREDUCE_SIZE in DeepSpeed's engine
 IGNORED = -100                         # label that no loss is taken from
+NA = "NOT APPLICABLE"
 
 HERE = Path(__file__).resolve().parent
 PHASES = ("init", "forward", "backward", "step")
@@ -72,7 +76,7 @@ class Refused(Exception):
 
 
 class RunFailed(Exception):
-    """A run ended early. The message is one line: phase, rank, cause and what would help."""
+    """A run ended early. The message is one line: where, the cause and what would help."""
 
 
 # --------------------------------------------------------------------------- 2. command line
@@ -83,7 +87,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 def parse_arguments(argv):
-    """Parse the command line. Raises Refused; answers --help by itself. Imports no torch."""
+    """Parse the command line; answers --help by itself. Raises Refused."""
     def count(low):
         def parse(text):
             if not re.fullmatch(r"\d{1,9}", text) or int(text) < low:
@@ -122,37 +126,40 @@ def parse_arguments(argv):
     add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     args.config = args.config or [HERE / "ds_config_zero2.json"]
-    if not args.checkpoint and (args.resume or args.checkpoint_every):
-        raise Refused("--resume and --checkpoint-every need --checkpoint DIR")
     return args
 
 
-def check_outputs(args, run_count):
-    """Refuse outputs that cannot be written or that make no sense, before anything is loaded."""
-    for flag in ("save", "checkpoint"):
-        if getattr(args, flag) and run_count > 1:
-            raise Refused(f"--{flag} takes one run; this command makes {run_count}")
+def check_arguments(args, runs):
+    """Refuse flags that do not go together and outputs that cannot be written, before any load."""
+    if not args.checkpoint and (args.resume or args.checkpoint_every):
+        raise Refused("--resume and --checkpoint-every need --checkpoint DIR")
+    if args.data and not args.data.is_file():
+        raise Refused(f"--data {args.data}: no such file")
+    if args.plot and args.plot.suffix.lower() != ".png":
+        raise Refused(f"--plot {args.plot}: writes PNG; end the name in .png")
+    if args.compile and not any(map(shutil.which, ("cc", "gcc", "g++", "clang"))):
+        raise Refused("--compile: needs a C++ compiler, and none is on the PATH")
+    if not args.compile and any(run.config.get("compile.deepcompile") for run in runs):
+        raise Refused('"compile.deepcompile": true needs --compile')
     for flag in ("json", "plot", "memory_snapshot", "save", "checkpoint"):
-        path = getattr(args, flag)
+        path, folder = getattr(args, flag), flag in ("save", "checkpoint")
         if path is None:
             continue
-        wants_folder, name = flag in ("save", "checkpoint"), f"--{flag.replace('_', '-')} {path}"
-        if path.exists() and path.is_dir() != wants_folder:
-            raise Refused(f"{name}: {'not a' if wants_folder else 'is a'} folder; name another")
-        if flag == "save" and path.exists() and any(path.iterdir()):
+        name = f"--{flag.replace('_', '-')} {path}"
+        if folder and len(runs) > 1:
+            raise Refused(f"{name}: takes one run; this command makes {len(runs)}")
+        if path.exists() and path.is_dir() != folder:
+            raise Refused(f"{name}: {'not a' if folder else 'is a'} folder; name another")
+        if flag == "save" and path.is_dir() and any(path.iterdir()):
             raise Refused(f"{name}: the folder is not empty; name a new one")
-        parent = next(p for p in (path, *path.absolute().parents) if p.is_dir())
-        if not wants_folder and parent != path.absolute().parent:
-            raise Refused(f"{name}: no such folder {path.parent}; create it first")
+        if not folder and not path.absolute().parent.is_dir():
+            raise Refused(f"{name}: no folder {path.parent}; create it first")
         try:
+            parent = next(p for p in (path, *path.absolute().parents) if p.is_dir())
             with tempfile.TemporaryFile(dir=parent):
                 pass
         except OSError as error:
             raise Refused(f"{name}: cannot write there: {error.strerror}") from None
-    if args.plot and args.plot.suffix.lower() != ".png":
-        raise Refused(f"--plot {args.plot}: writes PNG; end the name in .png")
-    if args.data and not args.data.is_file():
-        raise Refused(f"--data {args.data}: no such file")
 
 
 # -------------------------------------------------------------------------- 3. configuration
@@ -161,58 +168,41 @@ def check_outputs(args, run_count):
 class Key:
     """What one configuration key takes: an exact type, inclusive bounds or a set of choices."""
     kind: type
-    low: float = None
-    high: float = None
+    low: float = 0
+    high: float = 1e9
     choices: tuple = None
 
-    def describe(self):
+    def __str__(self):
         if self.choices:
             return "one of " + ", ".join(json.dumps(c) for c in self.choices)
-        noun = {int: "a whole number", float: "a number", bool: "true or false",
-                list: "two numbers", str: "a string"}[self.kind]
-        low = "" if self.low is None else f" from {self.low:g}"
-        return noun + low + ("" if self.high is None else f" to {self.high:g}")
+        noun = {int: "a whole number", float: "a number", list: "two numbers"}.get(self.kind)
+        return f"{noun} from {self.low:g} to {self.high:g}" if noun else "true or false"
 
 
 ZERO = "zero_optimization."
-BUCKET, ALLGATHER_BUCKET = ZERO + "reduce_bucket_size", ZERO + "allgather_bucket_size"
-CONFIG_KEYS = {
-    "train_batch_size": Key(int, 1, 1e9),
-    "train_micro_batch_size_per_gpu": Key(int, 1, 1e9),
-    "gradient_accumulation_steps": Key(int, 1, 1e9),
-    "gradient_clipping": Key(float, 0, 1e9),
-    "steps_per_print": Key(int, 1, 1e9),
+STAGE, BUCKET, ALLGATHER = (ZERO + k for k in (
+    "stage", "reduce_bucket_size", "allgather_bucket_size"))
+MICRO, ACCUMULATION = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+CONFIG_KEYS = {                                               # bucket sizes count elements
+    "train_batch_size": Key(int, 1), MICRO: Key(int, 1), ACCUMULATION: Key(int, 1),
+    "gradient_clipping": Key(float), "steps_per_print": Key(int, 1),
     "optimizer.type": Key(str, choices=("Adam", "AdamW")),
-    "optimizer.params.lr": Key(float, 0, 1e3),
-    "optimizer.params.betas": Key(list, 0, 1),
-    "optimizer.params.eps": Key(float, 0, 1),
-    "optimizer.params.weight_decay": Key(float, 0, 1e3),
-    "optimizer.params.torch_adam": Key(bool),
-    "optimizer.params.fused": Key(bool),
-    "fp16.enabled": Key(bool),
-    "fp16.loss_scale": Key(float, 0, 2.0 ** 60),
-    "fp16.initial_scale_power": Key(int, 0, 60),
-    "fp16.loss_scale_window": Key(int, 1, 1e9),
-    "fp16.hysteresis": Key(int, 1, 1e9),
-    "fp16.min_loss_scale": Key(int, 1, 2 ** 60),
+    "optimizer.params.lr": Key(float, 0, 1e3), "optimizer.params.betas": Key(list, 0, 1),
+    "optimizer.params.eps": Key(float, 0, 1), "optimizer.params.weight_decay": Key(float, 0, 1e3),
+    "optimizer.params.torch_adam": Key(bool), "optimizer.params.fused": Key(bool),
+    "fp16.enabled": Key(bool), "fp16.loss_scale": Key(float, 0, 2.0 ** 60),
+    "fp16.initial_scale_power": Key(int, 0, 60), "fp16.loss_scale_window": Key(int, 1),
+    "fp16.hysteresis": Key(int, 1), "fp16.min_loss_scale": Key(int, 1, 2 ** 60),
     "bf16.enabled": Key(bool),
-    ZERO + "stage": Key(int, choices=(0, 1, 2)),
-    BUCKET: Key(int, 1, 1e10),                                # elements, not bytes
-    ALLGATHER_BUCKET: Key(int, 2, 1e10),                      # elements; DeepSpeed asserts even
-    ZERO + "overlap_comm": Key(bool),
-    ZERO + "contiguous_gradients": Key(bool),
-    ZERO + "reduce_scatter": Key(bool),
-    ZERO + "allgather_partitions": Key(bool),
-    ZERO + "use_multi_rank_bucket_allreduce": Key(bool),
-    ZERO + "round_robin_gradients": Key(bool),
-    ZERO + "compute_grad_norm": Key(bool),
+    STAGE: Key(int, choices=(0, 1, 2)), BUCKET: Key(int, 1, 1e10), ALLGATHER: Key(int, 2, 1e10),
+    **{ZERO + name: Key(bool) for name in (
+        "overlap_comm", "contiguous_gradients", "reduce_scatter", "allgather_partitions",
+        "use_multi_rank_bucket_allreduce", "round_robin_gradients", "compute_grad_norm",
+        "offload_optimizer.pin_memory")},
     ZERO + "offload_optimizer.device": Key(str, choices=("cpu", "none")),
-    ZERO + "offload_optimizer.pin_memory": Key(bool),
-    "checkpoint.load_universal": Key(bool),
-    "compile.deepcompile": Key(bool),
+    "checkpoint.load_universal": Key(bool), "compile.deepcompile": Key(bool),
 }
-SECTIONS = {path.rpartition(".")[0] for path in CONFIG_KEYS}
-SECTIONS |= {section.rpartition(".")[0] for section in SECTIONS}
+SECTIONS = {path[:dot.start()] for path in CONFIG_KEYS for dot in re.finditer(r"\.", path)}
 
 
 def read_config(path):
@@ -240,7 +230,7 @@ def read_config(path):
     except (ValueError, RecursionError) as error:      # a number of 5,000 digits, 10,000 brackets
         raise Refused(f"{path}: not usable JSON: {str(error)[:60]}; write it plainly") from None
     if not isinstance(config, dict):
-        raise Refused(f"{path}: must hold one JSON object {{...}}, not {type(config).__name__}")
+        raise Refused(f"{path}: must hold one JSON object {{...}}, not a {type(config).__name__}")
     return config
 
 
@@ -248,11 +238,10 @@ def flatten(config, prefix=""):
     """Nested dict to {dotted path: value}; only known sections are descended into."""
     flat = {}
     for name, value in config.items():
-        path = prefix + name
-        if path in SECTIONS and isinstance(value, dict):
-            flat |= flatten(value, path + ".") or {path: None}
+        if prefix + name in SECTIONS and isinstance(value, dict):
+            flat |= flatten(value, prefix + name + ".")
         else:
-            flat[path] = value
+            flat[prefix + name] = value
     return flat
 
 
@@ -273,20 +262,21 @@ def check_value(path, value):
     spec, shown = CONFIG_KEYS[path], json.dumps(value)[:60]
     if value == "auto":
         raise Refused(f'"{path}": "auto" belongs to the Hugging Face Trainer, which fills it in; '
-                      f"write {spec.describe()}")
-    number = type(value) in (int, float) and math.isfinite(value)
-    fits = {bool: type(value) is bool, str: type(value) is str, float: number,
-            int: number and value == int(value),
-            list: type(value) is list and len(value) == 2 and all(
-                type(v) in (int, float) and spec.low <= v < spec.high for v in value)}[spec.kind]
-    if fits and spec.kind in (int, float):
-        value = int(value) if spec.kind is int else value
-        fits = (spec.low is None or value >= spec.low) and (spec.high is None or value <= spec.high)
+                      f"write {spec}")
+    if spec.kind in (int, float):
+        fits = type(value) in (int, float) and spec.low <= value <= spec.high and (
+            spec.kind is float or value == int(value))
+        value = int(value) if fits and spec.kind is int else value
+    elif spec.kind is list:
+        fits = type(value) is list and len(value) == 2 and all(
+            type(v) in (int, float) and spec.low <= v < spec.high for v in value)
+    else:
+        fits = type(value) is spec.kind
     if fits and (spec.choices is None or value in spec.choices):
         return value
-    fix = f"write {spec.describe()}"
+    fix = f"write {spec}"
     if type(value) is str and spec.kind is not str:
-        with contextlib.suppress(ValueError, Refused):
+        with contextlib.suppress(ValueError, RecursionError, Refused):
             check_value(path, json.loads(value))
             fix += f": {value}, not {shown}"
     raise Refused(f'"{path}": {shown} cannot be used; {fix}')
@@ -296,40 +286,35 @@ def check_config(config, world_size):
     """Check a parsed config against the closed table and resolve it.
 
     Args: config (dict as parsed); world_size (ranks). Returns {dotted path: exact value} with the
-    batch sizes, clipping, stage and precision stated. Raises Refused naming the key and the fix.
+    batch sizes, clipping, learning rate and stage stated. Raises Refused: the key and the fix.
     """
-    flat = flatten(config)
-    for path, value in flat.items():
+    known = {path.rpartition(".")[2]: path for path in [*CONFIG_KEYS, *SECTIONS]}
+    flat = {}
+    for path, value in flatten(config).items():
         if path in SECTIONS:
-            if value is None:
-                continue                                          # an empty section
             raise Refused(f'"{path}": takes a section {{...}}, not {json.dumps(value)[:60]}')
         if path not in CONFIG_KEYS:
-            known = {p.rpartition(".")[2]: p for p in [*CONFIG_KEYS, *SECTIONS] if p}
             close = difflib.get_close_matches(path.rpartition(".")[2], known, 1, 0.75)
-            hint = f'; did you mean "{known[close[0]]}"?' if close else "; remove it"
-            raise Refused(f'"{path[:80]}" is not used by this experiment{hint}')
-    flat = {path: check_value(path, value) for path, value in flat.items() if path in CONFIG_KEYS}
-    flat.setdefault(ZERO + "stage", 0)
-    stage = flat[ZERO + "stage"]
+            raise Refused(f'"{path[:80]}" is not used by this experiment; ' + (
+                f'did you mean "{known[close[0]]}"?' if close else "remove it"))
+        flat[path] = check_value(path, value)
     if "optimizer.type" not in flat:
         raise Refused('"optimizer" is missing; add {"type": "AdamW", "params": {"lr": 5e-5, '
                       '"torch_adam": true, "fused": true}}')
     if not flat.get("optimizer.params.torch_adam"):
         raise Refused('"optimizer.params.torch_adam": write true; without it DeepSpeed compiles an '
-                      "optimizer of its own with nvcc at every first start")
+                      "optimizer of its own with nvcc at the first start")
     if flat.get("fp16.enabled") and flat.get("bf16.enabled"):
         raise Refused('"fp16.enabled" and "bf16.enabled" are both true; keep one')
-    if flat.get(ALLGATHER_BUCKET, 2) % 2:
-        size = flat[ALLGATHER_BUCKET]
-        raise Refused(f'"{ALLGATHER_BUCKET}": {size} must be even; write {size + 1}')
-    flat.setdefault("gradient_clipping", 1.0)             # DeepSpeed's default since 0.19; stated
+    if flat.get(ALLGATHER, 2) % 2:
+        raise Refused(f'"{ALLGATHER}": {flat[ALLGATHER]} must be even; write {flat[ALLGATHER] + 1}')
+    stage = flat.setdefault(STAGE, 0)
+    clipping = flat.setdefault("gradient_clipping", 1.0)  # DeepSpeed's default since 0.19; stated
     flat.setdefault("optimizer.params.lr", 1e-3)          # torch's default; stated
     offload = flat.get(ZERO + "offload_optimizer.device") == "cpu"
-    if offload and stage == 0:
+    if offload and not stage:
         raise Refused(f'"{ZERO}offload_optimizer" works at stages 1 and 2; set the stage')
-    if not flat.get(ZERO + "compute_grad_norm", True) and (
-            flat["gradient_clipping"] or offload or not stage):
+    if not flat.get(ZERO + "compute_grad_norm", True) and (clipping or offload or not stage):
         raise Refused(f'"{ZERO}compute_grad_norm": false needs stage 1 or 2, '
                       '"gradient_clipping": 0 and no offload')
     return flat | resolve_batch(flat, world_size)
@@ -337,40 +322,37 @@ def check_config(config, world_size):
 
 def resolve_batch(flat, ranks):
     """The three batch sizes that satisfy train = micro x accumulation x ranks, or Refused."""
-    train, micro, accumulation = (flat.get(key) for key in (
-        "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
+    train, micro, accumulation = (flat.get(k) for k in ("train_batch_size", MICRO, ACCUMULATION))
     if train is None and micro is None:
-        raise Refused('no batch size; add "train_micro_batch_size_per_gpu"')
+        raise Refused(f'no batch size; add "{MICRO}"')
     if micro is None:
         micro = train // ((accumulation or 1) * ranks)
     accumulation = accumulation or (train // (micro * ranks) if train and micro else 1)
-    if train not in (None, micro * accumulation * ranks) or micro < 1 or accumulation < 1:
-        raise Refused(
-            f'"train_batch_size": {train} is not {micro} per GPU x {accumulation} accumulation '
-            f'steps x {ranks} ranks = {micro * accumulation * ranks}; remove it and set '
-            '"train_micro_batch_size_per_gpu", which holds for any number of ranks')
-    return {"train_batch_size": micro * accumulation * ranks,
-            "train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": accumulation}
+    total = micro * accumulation * ranks
+    if not total or train not in (None, total):
+        raise Refused(f'"train_batch_size": {train} is not {micro} per GPU x {accumulation} '
+                      f"accumulation steps x {ranks} ranks = {total}; remove it and set "
+                      f'"{MICRO}", which holds for any number of ranks')
+    return {"train_batch_size": total, MICRO: micro, ACCUMULATION: accumulation}
 
 
 def parse_sweep(text):
     """'KEY=V1,V2' to (dotted path, [(text, value), ...]). Raises Refused with did-you-mean."""
-    name, equals, values = text.partition("=")
-    found = next((p for p in (ZERO + name, name) if p in CONFIG_KEYS), None)
-    if found is None:
-        known = {p.removeprefix(ZERO): p for p in CONFIG_KEYS}
-        close = difflib.get_close_matches(name, known, 1)
-        raise Refused(f"--sweep {text[:80]}: no key {name[:60]!r}" + (
-            f"; did you mean {close[0]}?" if close else "; see the table of keys in README.md"))
+    name, _, values = text.partition("=")
+    path = next((p for p in (ZERO + name, name) if p in CONFIG_KEYS), None)
+    if path is None:
+        close = difflib.get_close_matches(name, [p.removeprefix(ZERO) for p in CONFIG_KEYS], 1)
+        raise Refused(f"--sweep {text[:80]}: no key {name[:60]!r}; " + (
+            f"did you mean {close[0]}?" if close else "README.md has the table of keys"))
     parsed = []
-    for value in values.split(",") if equals else []:
+    for value in values.split(","):
         try:
             parsed.append((value, json.loads(value)))
         except ValueError:
             parsed.append((value, value))                         # a bare word: cpu, none
-    if not parsed or not all(shown for shown, _ in parsed):
+    if not all(shown for shown, _ in parsed):
         raise Refused(f"--sweep {text[:80]}: write KEY=V1,V2,...")
-    return found, parsed
+    return path, parsed
 
 
 @dataclasses.dataclass
@@ -383,27 +365,29 @@ class Run:
 
 def plan_runs(args, world_size):
     """Read and check every config and sweep: the list of runs, in order. Raises Refused."""
-    sweeps, runs = [parse_sweep(text) for text in args.sweep], {}
+    sweeps, runs = [parse_sweep(text) for text in args.sweep], []
     for path in args.config:
-        config = flatten(read_config(path))
+        config, first = flatten(read_config(path)), len(runs)
         for values in itertools.product(*(values for _, values in sweeps)):
-            swept = {key: value for (key, _), value in zip(sweeps, values)}
-            at = config | {key: value for key, (_, value) in swept.items()}
-            if not at.get(ZERO + "stage"):              # no other key of the section works there
-                swept = {k: v for k, v in swept.items() if k == ZERO + "stage" or ZERO not in k}
+            swept = {key: pair for (key, _), pair in zip(sweeps, values)}
+            stage = swept.get(STAGE, (None, config.get(STAGE)))[1]
+            if not stage:                             # no other key of its section works there
+                swept = {k: pair for k, pair in swept.items() if k == STAGE or ZERO not in k}
             try:
-                chosen = config | {key: value for key, (_, value) in swept.items()}
-                resolved = check_config(unflatten(chosen), world_size)
+                resolved = check_config(unflatten(
+                    config | {key: value for key, (_, value) in swept.items()}), world_size)
             except Refused as error:
                 raise Refused(f"{path}: {error}") from None
             if args.precision != "auto":
                 resolved |= {f"{p}.enabled": args.precision == p for p in ("fp16", "bf16")}
             name = " ".join([path.stem] + [f"{key.removeprefix(ZERO)}={shown}"
                                            for key, (shown, _) in swept.items()])
-            swept = {key: resolved[key] for key in swept}
-            if all(run.config != resolved for run in runs.values()) or not args.sweep:
-                runs.setdefault(name, Run(name, resolved, swept))
-    return list(runs.values())
+            twins = sum(re.fullmatch(re.escape(name) + r"( \(\d+\))?", run.name) is not None
+                        for run in runs)
+            if all(run.config != resolved for run in runs[first:]):
+                runs.append(Run(name + f" ({twins + 1})" * bool(twins), resolved,
+                                {key: resolved[key] for key in swept}))
+    return runs
 
 
 def precision_of(config):
@@ -418,19 +402,19 @@ class Launch:
     """This process among the ranks, its device, and what was decided on the way (notices)."""
     rank: int
     world_size: int
-    local_rank: int                        # as the launcher counts; names the node's first rank
+    local_rank: int                        # as the launcher counts: 0 is its host's first
     device: object = None
     backend: str = None
     control: object = None                 # a gloo group: the script's own traffic, on the CPU
-    shared: bool = False
+    shared: int = 1                        # ranks on this rank's GPU
     notices: list = dataclasses.field(default_factory=list)
 
     @property
     def on_gpu(self):
         return self.device.type == "cuda"
 
-    def gather(self, value):
-        """Every rank's value, in order of rank; all ranks call it."""
+    def gather(self, value=None):
+        """Every rank's value, in order of rank; all ranks call it, none goes on before the last."""
         import torch.distributed as dist
         values = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.control)
@@ -438,17 +422,16 @@ class Launch:
 
     def decide(self, function, *arguments):
         """What function returns on rank 0, on every rank; a refusal there is one everywhere."""
-        import torch.distributed as dist
-        outcome = [None, None]
+        value = error = None
         if self.rank == 0:
             try:
-                outcome[0] = function(*arguments)
-            except Refused as error:
-                outcome[1] = str(error)
-        dist.broadcast_object_list(outcome, src=0, group=self.control)
-        if outcome[1] is not None:
-            raise Refused(outcome[1])
-        return outcome[0]
+                value = function(*arguments)
+            except Refused as refused:
+                error = str(refused)
+        value, error = self.gather((value, error))[0]
+        if error is not None:
+            raise Refused(error)
+        return value
 
 
 def read_launch():
@@ -458,88 +441,85 @@ def read_launch():
     SLURM_*; else this is one process. Raises Refused where one of them is not a number.
     """
     env = os.environ
-    names = [("RANK", "WORLD_SIZE", "LOCAL_RANK"),
-             ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")]
-    if "SLURM_STEP_ID" in env and "MASTER_ADDR" in env:           # srun, told where rank 0 is
-        names.append(("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
-    source = next((n for n in names if all(name in env for name in n)), None)
+    sources = [("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+               ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")]
+    if "MASTER_ADDR" in env:                                      # srun, told where rank 0 is
+        sources.append(("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
+    source = next((names for names in sources if all(name in env for name in names)), None)
     if source is None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
-        env.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1",
-                   MASTER_PORT=port)
-        return Launch(0, 1, 0)
+            env["MASTER_ADDR"], env["MASTER_PORT"] = "127.0.0.1", str(probe.getsockname()[1])
     try:
-        rank, world_size, local_rank = (int(env[name]) for name in source)
+        numbers = [int(env[name]) for name in source] if source else [0, 1, 0]
     except ValueError:
         raise Refused(f"{', '.join(source)}: set by a launcher, must be whole numbers") from None
-    env.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(local_rank))
+    env.update(zip(sources[0], map(str, numbers)))
     env.setdefault("MASTER_ADDR", "127.0.0.1")
     env.setdefault("MASTER_PORT", "29500")
-    return Launch(rank, world_size, local_rank)
+    return Launch(*numbers)
 
 
-def connect(launch, share_gpu):
+def connect(launch, args):
     """Choose the device and join the ranks. Raises Refused where two ranks meet on one GPU."""
-    import datetime
     import torch
     import torch.distributed as dist
-    import deepspeed
-    # DeepSpeed would compile a shared-memory all-reduce for CPUs at init (src: comm/torch.py).
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    with contextlib.nullcontext() if args.verbose else contextlib.redirect_stdout(io.StringIO()):
+        import deepspeed
+        # DeepSpeed would compile a shared-memory all-reduce for CPUs at init (src: comm/torch.py).
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     launch.device, launch.backend = torch.device("cpu"), "gloo"
     if torch.cuda.is_available():
-        index = launch.local_rank % torch.cuda.device_count()
-        os.environ["LOCAL_RANK"] = str(index)
-        if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:            # DeepSpeed asserts they agree
-            os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] = str(index)
+        index = launch.local_rank % torch.cuda.device_count()     # srun may show one GPU per task
+        for name in {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"} & {*os.environ}:
+            os.environ[name] = str(index)                         # DeepSpeed asserts they agree
         launch.device, launch.backend = torch.device("cuda", index), "nccl"
         torch.cuda.set_device(launch.device)
-        version = ".".join(map(str, torch.cuda.nccl.version()))
-        if share_gpu and torch.cuda.nccl.version() >= (2, 30):
+        if args.share_gpu and torch.cuda.nccl.version() >= (2, 30):
             os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
-        elif share_gpu:
+        elif args.share_gpu:
             launch.backend = "gloo"
-    elif share_gpu:
+    elif args.share_gpu:
         launch.notices.append("--share-gpu: no GPU here; ranks share the CPU anyway.")
     wait = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS)
-    dist.init_process_group(launch.backend, rank=launch.rank, world_size=launch.world_size,
-                            timeout=wait)
+    try:
+        dist.init_process_group(launch.backend, rank=launch.rank, world_size=launch.world_size,
+                                timeout=wait)
+    except dist.DistNetworkError as error:
+        raise RunFailed(f"port {os.environ['MASTER_PORT']} cannot be used (another launch?); give "
+                        f"the launcher another --master_port: {first_line(error)}") from None
     launch.control = dist.new_group(backend="gloo", timeout=wait)
     if launch.on_gpu:                                             # before NCCL's first collective
         uuid = str(torch.cuda.get_device_properties(launch.device).uuid)
         devices = launch.gather((socket.gethostname(), uuid))
-        launch.shared = len(set(devices)) < len(devices)
-        if launch.shared and not share_gpu:
+        launch.shared = max(map(devices.count, devices))
+        if launch.shared > 1 and not args.share_gpu:
             raise Refused(f"{launch.world_size} ranks on {len(set(devices))} GPU(s): add "
                           "--share-gpu to measure memory so, or start one rank per GPU")
-        if launch.shared:
+        if launch.shared > 1:
             launch.notices.append(
                 f"{launch.world_size} ranks share {len(set(devices))} GPU(s) over {launch.backend} "
-                f"(NCCL {version}; 2.30 or later can, else gloo): memory per rank is what separate "
-                "GPUs would show, step times are not.")
+                f"(NCCL here is {'.'.join(map(str, torch.cuda.nccl.version()))}, 2.30 or later "
+                "can): memory per rank is what separate GPUs would show, step times are not.")
     deepspeed.init_distributed(dist_backend=launch.backend, verbose=False)
+
+
+def first_line(error):
+    """The first line of an exception's text, or its type's name where it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
 # ------------------------------------------------------------------- 5. model and batches
 
-def gpt2_config(name):
-    """transformers' configuration of a GPT-2 size that is known without a network."""
-    from transformers import GPT2Config
-    width, layers, heads = GPT2_SIZES[name]
-    return GPT2Config(n_embd=width, n_layer=layers, n_head=heads)
-
-
-def fetch(name, revision=None, local=False):
+def fetch(name, local=False):
     """The local folder of a Hub repository (weights, configuration, vocabulary)."""
     from huggingface_hub import snapshot_download
-    return snapshot_download(name, revision=revision, local_files_only=local, allow_patterns=[
+    return snapshot_download(name, local_files_only=local, allow_patterns=[
         "config.json", "generation_config.json", "model*.safetensors*", "vocab.json", "merges.txt",
         "tokenizer*.json", "special_tokens_map.json"])
 
 
-def hub_answers(name):
+def ask_hub(name):
     """None if the Hub knows name, else why not; gives up after HUB_WAIT_SECONDS."""
     from huggingface_hub import HfApi
     answer = [f"no answer in {HUB_WAIT_SECONDS} s"]
@@ -549,102 +529,98 @@ def hub_answers(name):
             HfApi().model_info(name, timeout=HUB_WAIT_SECONDS)
             answer[0] = None
         except Exception as error:                    # whatever the client raises is the answer
-            answer[0] = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+            answer[0] = f"{type(error).__name__}: {first_line(error)}"
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(HUB_WAIT_SECONDS)
     return answer[0]
 
 
-def has(folder, what):
-    """Whether a folder holds 'weights', a 'vocabulary' or a 'config'."""
-    names = {"weights": ("model*.safetensors", "pytorch_model*.bin"), "config": ("config.json",),
-             "vocabulary": ("tokenizer.json", "vocab.json")}[what]
-    return folder is not None and any(any(Path(folder).glob(name)) for name in names)
+def has(folder, *patterns):
+    return folder is not None and any(any(Path(folder).glob(name)) for name in patterns)
 
 
 def find_model(args):
     """On rank 0: where weights, configuration and vocabulary come from. Raises Refused.
 
-    Returns {"name", "folder" (None for a size known here), "hub" (None for a local folder),
-    "pretrained" (bool), "vocabulary" ("model" or "bytes"), "notice" (None or one line)}.
+    Returns {"name", "folder" (None: a size known here), "hub" (whether the folder is the Hub's
+    cache), "pretrained", "vocabulary" (whether the folder has it), "notice" (None or a line)}.
     """
-    name = args.model or "gpt2"
-    out = f"name a folder that save_pretrained wrote, or add --random-weights (knows " \
+    name, pretrained, why, folder = args.model or "gpt2", not args.random_weights, None, None
+    out = "name a folder that save_pretrained wrote, or add --random-weights (which knows " \
           f"{', '.join(GPT2_SIZES)})"
-    folder, hub, why, pretrained = None, None, None, not args.random_weights
-    if Path(name).is_dir():
+    hub = not Path(name).is_dir()
+    if not hub:
         folder = name
+    elif not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        raise Refused(f"--model {name}: no such folder; {out}")
     else:
-        if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
-            raise Refused(f"--model {name}: no such folder; {out}")
         with contextlib.suppress(Exception):          # not in the cache, or not whole
             folder = fetch(name, local=True)
-        whole = has(folder, "weights") and has(folder, "vocabulary")
-        if not whole and name != "gpt2-tiny" and (pretrained or name not in GPT2_SIZES):
-            why = hub_answers(name)
+        wanted = pretrained or name not in GPT2_SIZES
+        if wanted and name != "gpt2-tiny" and not has(folder, "model*.safetensors"):
+            why = ask_hub(name)
             folder = fetch(name) if why is None else folder
-        hub = name if folder else None
-    if pretrained and not has(folder, "weights"):
-        why = why or "no weights (model.safetensors) there"
-        if args.model:
-            raise Refused(f"--model {name}: cannot be loaded: {why}; {out}")
-        pretrained = False
-    if pretrained and not has(folder, "vocabulary"):
+    weights = has(folder, "model*.safetensors", "pytorch_model*.bin")
+    vocabulary = has(folder, "tokenizer.json", "vocab.json")
+    if pretrained and not weights and args.model:
+        raise Refused(f"--model {name}: cannot be loaded: "
+                      f"{why or 'no weights (model.safetensors) there'}; {out}")
+    if pretrained and weights and not vocabulary:
         raise Refused(f"--model {name}: weights without their vocabulary (tokenizer.json): other "
                       "tokens would mean nothing to them; add it, or --random-weights")
-    if not pretrained and not has(folder, "config") and name not in GPT2_SIZES:
-        raise Refused(f"--model {name}: no config.json; {out}")
-    notice = (f"gpt2 could not be fetched ({why}): RANDOM WEIGHTS instead; --model DIR for a local "
-              "folder." if not pretrained and not args.random_weights else None)
-    return {"name": name, "folder": folder if has(folder, "config") else None, "hub": hub,
-            "pretrained": pretrained, "notice": notice,
-            "vocabulary": "model" if has(folder, "vocabulary") else "bytes"}
+    folder = folder if has(folder, "config.json") else None
+    if folder is None and name not in GPT2_SIZES:
+        raise Refused(f"--model {name}: no config.json; {why or ''} {out}")
+    return {"name": name, "folder": folder, "hub": hub and folder is not None,
+            "pretrained": pretrained and weights, "vocabulary": vocabulary,
+            "notice": None if weights or not pretrained else
+            f"gpt2 could not be fetched ({why}): RANDOM WEIGHTS instead; --model DIR for a local "
+            "folder."}
 
 
 def load_tokenizer(found):
-    """The model's GPT2Tokenizer, or one of 256 byte tokens where no vocabulary is at hand."""
+    """The model's tokenizer, or GPT-2's with 256 byte tokens where no vocabulary is at hand."""
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers import AutoTokenizer, GPT2Tokenizer
-    if found["vocabulary"] == "model":
+    if found["vocabulary"]:
         tokenizer = AutoTokenizer.from_pretrained(found["folder"], local_files_only=True)
     else:
-        alphabet = sorted(ByteLevel.alphabet())
-        vocabulary = {symbol: i for i, symbol in enumerate([*alphabet, "<|endoftext|>"])}
-        tokenizer = GPT2Tokenizer(vocab=vocabulary, merges=[])
+        symbols = [*sorted(ByteLevel.alphabet()), "<|endoftext|>"]
+        tokenizer = GPT2Tokenizer(vocab={s: i for i, s in enumerate(symbols)}, merges=[])
     tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
 def load_model(found, seed):
-    """GPT2LMHeadModel in fp32 on the CPU; the same weights on every rank. Raises Refused."""
+    """GPT2LMHeadModel in fp32 on the CPU, the same weights on every rank. Raises Refused."""
     import torch
-    from transformers import AutoConfig, GPT2LMHeadModel
-    folder = found["folder"]
+    from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True) if folder \
-            else gpt2_config(found["name"])
+        if found["folder"]:
+            config = AutoConfig.from_pretrained(found["folder"], local_files_only=True)
+        else:
+            width, layers, heads = GPT2_SIZES[found["name"]]
+            config = GPT2Config(n_embd=width, n_layer=layers, n_head=heads)
         if config.model_type != "gpt2":
-            raise Refused(f"--model {found['name']}: is a {config.model_type}; this experiment "
-                          "trains GPT-2")
+            raise ValueError(f"is a {config.model_type}; this experiment trains GPT-2")
         if config.activation_function == "gelu_new":
             config.activation_function = "gelu_pytorch_tanh"   # the same function in one kernel
         torch.manual_seed(seed)
         if not found["pretrained"]:
             return GPT2LMHeadModel(config)
-        return GPT2LMHeadModel.from_pretrained(folder, config=config, dtype=torch.float32,
-                                               local_files_only=True)
-    except (OSError, ValueError, RuntimeError, TypeError) as error:
-        reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else repr(error)
-        raise Refused(f"--model {found['name']}: cannot be loaded: {reason}") from None
+        return GPT2LMHeadModel.from_pretrained(found["folder"], config=config,
+                                               dtype=torch.float32, local_files_only=True)
+    except Exception as error:                        # whatever a broken folder makes them raise
+        raise Refused(f"--model {found['name']}: cannot be loaded: {first_line(error)}") from None
 
 
 def define_loss(model):
-    """Wrap model so that forward(input_ids (B, T), labels (B, T)) is the mean next-token loss.
+    """Wrap model so that forward(ids (B, T), labels (B, T)) is the mean next-token loss, fp32.
 
-    Labels of -100 are left out; the result is an fp32 scalar. Pads stand to the right of all real
-    tokens, so a causal model needs no attention mask. The fp32 logits never exist whole: forward
-    and backward go over 1024 positions at a time, and the gradient takes the logits' own memory.
+    Labels of -100 are left out. Pads stand right of all real tokens, so a causal model needs no
+    attention mask. The fp32 logits never exist whole: both directions take 1024 positions at a
+    time, and the gradient overwrites the logits.
     """
     import torch
 
@@ -660,12 +636,12 @@ def define_loss(model):
         @staticmethod
         def backward(ctx, upstream):
             logits, labels, total, kept = ctx.saved_tensors
-            scale = (upstream / kept.sum().clamp(min=1)) * kept
-            for part, label, norm, weight in zip(*(t.split(1024) for t in (
-                    logits, labels.clamp(min=0), total, scale))):
-                gradient = part.float().sub_(norm[:, None]).exp_()
+            weight = upstream / kept.sum().clamp(min=1) * kept
+            for part, label, norm, w in zip(*(t.split(1024) for t in (
+                    logits, labels.clamp(min=0), total, weight))):
+                gradient = part.float().sub_(norm[:, None]).exp_()        # softmax
                 gradient.scatter_add_(1, label[:, None], -torch.ones_like(gradient[:, :1]))
-                part.copy_(gradient.mul_(weight[:, None]))
+                part.copy_(gradient.mul_(w[:, None]))
             return logits, None
 
     class NextTokenLoss(torch.nn.Module):
@@ -673,12 +649,22 @@ def define_loss(model):
             super().__init__()
             self.model = model
 
-        def forward(self, input_ids, labels):
-            hidden = self.model.transformer(input_ids=input_ids, use_cache=False)[0]
+        def forward(self, ids, labels):
+            hidden = self.model.transformer(input_ids=ids, use_cache=False)[0]
             logits = self.model.lm_head(hidden[:, :-1].flatten(0, 1))
             return torch.compiler.disable(CrossEntropy.apply)(logits, labels[:, 1:].flatten())
 
     return NextTokenLoss()
+
+
+def sentence_data(tokenizer, seq_len, count):
+    """The built-in sentences, padded to seq_len: count samples, so that a step is an epoch."""
+    import torch
+    encoded = tokenizer(list(itertools.islice(itertools.cycle(SENTENCES), count)),
+                        padding="max_length", truncation=True, max_length=seq_len,
+                        padding_side="right", return_tensors="pt")
+    labels = encoded.input_ids.masked_fill(encoded.attention_mask == 0, IGNORED)
+    return torch.utils.data.TensorDataset(encoded.input_ids, labels)
 
 
 def read_pieces(path, size=1 << 16):
@@ -687,134 +673,91 @@ def read_pieces(path, size=1 << 16):
     A byte-order mark is dropped and CRLF read as LF. Raises Refused with the byte offset.
     """
     decoder = codecs.getincrementaldecoder("utf-8")()
-    lines, rest, offset = io.IncrementalNewlineDecoder(None, translate=True), "", 0
+    newlines, rest, offset = io.IncrementalNewlineDecoder(None, translate=True), "", 0
     with open(path, "rb") as file:
-        while True:
-            data = file.read(size)
+        while data := file.read(size):
             pending = len(decoder.getstate()[0])
             try:
-                text = decoder.decode(data, final=not data)
+                text = decoder.decode(data, final=not file.peek(1))
             except UnicodeDecodeError as error:
                 raise Refused(f"--data {path}: not UTF-8 at byte {offset - pending + error.start}; "
                               "convert it (iconv -t UTF-8)") from None
-            rest += lines.decode(text.removeprefix("\ufeff") if offset == 0 else text, not data)
+            rest += newlines.decode(text if offset else text.removeprefix("\ufeff"))
             offset += len(data)
-            cut = max(rest.rfind(" "), rest.rfind("\n")) if data else len(rest)
-            while data and cut > 0 and rest[cut - 1].isspace():
+            cut = max(rest.rfind(" "), rest.rfind("\n"))
+            while cut > 0 and rest[cut - 1].isspace():            # white space stays in one piece
                 cut -= 1
-            if cut <= 0 and len(rest) > 64 * size:               # one word of four million letters
-                cut = len(rest)
+            cut = len(rest) if cut <= 0 and len(rest) > 64 * size else cut      # one endless word
             if cut > 0:
                 yield rest[:cut]
                 rest = rest[cut:]
-            if not data:
-                return
+    yield rest + newlines.decode("", final=True)
 
 
-def tokenize(path, tokenizer, seq_len, blocks_needed):
-    """Tokenize a text once into a temporary file of uint32; returns (file name, token count).
+def tokenize(path, tokenizer, needed):
+    """Tokenize a text once into a temporary file of int32; returns its name.
 
-    The whole file is one document unless it holds <|endoftext|>; one is added at the end. Memory
-    stays at a few pieces. Raises Refused, and then leaves no file behind.
+    The file is one document unless it holds <|endoftext|>; one is added at the end. Memory stays
+    at a few pieces. Raises Refused below needed tokens, and then leaves no file behind.
     """
-    import numpy
     handle, name = tempfile.mkstemp(prefix="train_zero2_", suffix=".tokens")
-    count, pieces = 0, read_pieces(path)
+    count, blank, pieces = 1, True, read_pieces(path)
     try:
         with os.fdopen(handle, "wb") as file:
             while batch := list(itertools.islice(pieces, 64)):
-                encoded = tokenizer(batch, add_special_tokens=False, return_attention_mask=False,
-                                    verbose=False).input_ids
-                if any(piece.strip() for piece in batch):
-                    for ids in encoded:
-                        numpy.asarray(ids, dtype=numpy.uint32).tofile(file)
-                        count += len(ids)
-            if count:
-                numpy.asarray([tokenizer.eos_token_id], dtype=numpy.uint32).tofile(file)
-                count += 1
-        if count < blocks_needed * seq_len:
-            raise Refused(f"--data {path}: {count} tokens; one block of {seq_len} per rank and "
-                          f"sample needs {blocks_needed * seq_len}; more text, or --seq-len lower")
+                blank = blank and not any(piece.strip() for piece in batch)
+                for ids in tokenizer(batch, add_special_tokens=False, verbose=False,
+                                     return_attention_mask=False).input_ids:
+                    array.array("i", ids).tofile(file)
+                    count += len(ids)
+            array.array("i", [tokenizer.eos_token_id]).tofile(file)
+        if blank or count < needed:
+            raise Refused(f"--data {path}: {0 if blank else count} tokens; one block of --seq-len "
+                          f"per rank and sample needs {needed}; more text, or a lower --seq-len")
     except BaseException:
         os.unlink(name)
         raise
-    return name, count
+    return name
 
 
-class Sentences:
-    """The built-in sentences, each padded to seq_len: count samples, so that a step is an epoch."""
-
-    def __init__(self, tokenizer, seq_len, count):
-        import torch
-        self.samples = []
-        for sentence in itertools.islice(itertools.cycle(SENTENCES), count):
-            encoded = tokenizer(sentence, padding="max_length", truncation=True,
-                                max_length=seq_len, padding_side="right", return_tensors="pt")
-            ids, real = encoded.input_ids[0], encoded.attention_mask[0].bool()
-            self.samples.append((ids, torch.where(real, ids, IGNORED)))
-
-    def __len__(self):
-        return len(self.samples)
-
-    def __getitem__(self, index):
-        return self.samples[index]
-
-
-class Blocks:
-    """Blocks of seq_len tokens of a tokenized text, read from disk when asked for."""
-
-    def __init__(self, name, seq_len):
-        import numpy
-        self.tokens = numpy.memmap(name, dtype=numpy.uint32, mode="r")
-        self.seq_len = seq_len
-
-    def __len__(self):
-        return len(self.tokens) // self.seq_len
-
-    def __getitem__(self, index):
-        import torch
-        block = self.tokens[index * self.seq_len:(index + 1) * self.seq_len]
-        ids = torch.from_numpy(block.astype("int64"))
-        return ids, ids
-
-
-def load_text(args, launch, tokenizer, blocks_needed):
-    """Blocks of --data. The first rank of each host tokenizes; the file goes once all have it."""
-    outcome = (None, None)
+def text_data(args, launch, tokenizer, samples):
+    """Blocks of --data as (ids, ids), mapped from disk. Each host's first rank tokenizes."""
+    import torch
+    name = error = None
     if launch.local_rank == 0:
         try:
-            outcome = (tokenize(args.data, tokenizer, args.seq_len, blocks_needed)[0], None)
-        except Refused as error:
-            outcome = (None, str(error))
-        except OSError as error:
-            outcome = (None, f"--data {args.data}: {error.strerror} ({error.filename})")
-    outcomes = launch.gather((socket.gethostname(), *outcome))
-    names = {host: name for host, name, _ in outcomes if name}
-    refusal = next((error for _, _, error in outcomes if error), None)
-    blocks = None if refusal else Blocks(names[socket.gethostname()], args.seq_len)
-    launch.gather(None)                                           # every rank has opened its file
-    if outcome[0]:
-        os.unlink(outcome[0])
-    if refusal:
-        raise Refused(refusal)
-    return blocks
+            name = tokenize(args.data, tokenizer, samples * args.seq_len)
+        except Refused as refused:
+            error = str(refused)
+        except OSError as failed:
+            error = f"--data {args.data}: {failed.strerror} ({failed.filename})"
+    outcomes = launch.gather((socket.gethostname(), name, error))
+    if any(error for _, _, error in outcomes):
+        raise Refused(next(error for _, _, error in outcomes if error))
+    mine = next(path for host, path, _ in outcomes if path and host == socket.gethostname())
+    blocks = os.path.getsize(mine) // 4 // args.seq_len
+    tokens = torch.from_file(mine, size=blocks * args.seq_len, dtype=torch.int32)
+    launch.gather()                                               # every rank has mapped its file
+    if name:
+        os.unlink(name)
+    tokens = tokens.view(blocks, args.seq_len)
+    return torch.utils.data.TensorDataset(tokens, tokens)
 
 
-def batches(dataset, config, launch, shuffle, seed, start):
+def batches(dataset, config, launch, args, start=0):
     """Yield (epoch, (ids, labels)) for ever, micro-batch after micro-batch, from number start on.
 
     Every rank gets its own samples in the same number; the order follows from seed and epoch.
     """
     from torch.utils.data import DataLoader, DistributedSampler
-    sampler = DistributedSampler(dataset, launch.world_size, launch.rank, shuffle=shuffle,
-                                 seed=seed, drop_last=True)
-    loader = DataLoader(dataset, config["train_micro_batch_size_per_gpu"], sampler=sampler,
-                        drop_last=True)
-    for epoch in itertools.count(start // len(loader)):
+    sampler = DistributedSampler(dataset, launch.world_size, launch.rank, seed=args.seed,
+                                 shuffle=args.data is not None, drop_last=True)
+    loader = DataLoader(dataset, config[MICRO], sampler=sampler, drop_last=True)
+    first, skip = divmod(start, len(loader))
+    for epoch in itertools.count(first):
         sampler.set_epoch(epoch)
-        skip = start % len(loader) if epoch == start // len(loader) else 0
-        for batch in itertools.islice(loader, skip, None):
-            yield epoch, batch
+        for batch in itertools.islice(loader, skip if epoch == first else 0, None):
+            yield epoch, [tensor.long().to(launch.device) for tensor in batch]
 
 
 # ------------------------------------------------------------------------------ 6. measuring
@@ -838,8 +781,8 @@ class PeakMemory:
     def read(self, kind="allocated_bytes", when="current"):
         if self.cuda is None:
             return self.process.memory_info().rss
-        return self.cuda.memory_stats_as_nested_dict(self.device).get(kind, {}).get(
-            "all", {}).get(when, 0)
+        stats = self.cuda.memory_stats_as_nested_dict(self.device)
+        return stats[kind]["all"][when] if stats else 0
 
     @contextlib.contextmanager
     def phase(self, name):
@@ -857,8 +800,8 @@ class PeakMemory:
 class CollectiveCounter:
     """Counts what DeepSpeed's communication backend is asked for: number and bytes, by kind.
 
-    It stands between deepspeed.comm and torch.distributed, looks at tensor sizes only and
-    synchronises nothing. Bytes are those of the whole buffer (for an all-gather the gathered one).
+    It stands between deepspeed.comm and torch.distributed, reads tensor sizes only and
+    synchronises nothing. Bytes are those of the whole buffer (of an all-gather the gathered one).
     Tensors of one element (overflow flag, gradient norm) count as "control". The script's own
     traffic goes past it; so does communication inside a graph compiled by DeepCompile.
     """
@@ -897,8 +840,6 @@ class CollectiveCounter:
 
 def device_used(launch):
     """Bytes that nvidia-smi shows for this process, or None where the driver does not tell."""
-    if not launch.on_gpu:
-        return None
     with contextlib.suppress(Exception):                     # no NVML, or hidden by a container
         import pynvml
         import torch
@@ -907,17 +848,24 @@ def device_used(launch):
         processes = pynvml.nvmlDeviceGetComputeRunningProcesses(
             pynvml.nvmlDeviceGetHandleByUUID(uuid))
         mine = [p for p in processes if p.pid == os.getpid()]
-        return (mine or (processes if len(processes) == 1 else [])).pop().usedGpuMemory
+        return (mine or (processes if len(processes) == 1 else []))[0].usedGpuMemory
     return None
 
 
-def warm_up_device(launch):
+def prepare_device(launch):
     """Allocate cuBLAS's workspaces in both threads that use it, so that they are in every floor."""
     import torch
     if launch.on_gpu:
         x = torch.ones(64, 64, device=launch.device, dtype=torch.half, requires_grad=True)
         torch.addmm(x[0], x, x).sum().backward()
-        torch.cuda.synchronize()
+        synchronize(launch)
+
+
+def synchronize(launch):
+    """Wait for the GPU, so that the clock starts and stops on an idle device."""
+    import torch
+    if launch.on_gpu:
+        torch.cuda.synchronize(launch.device)
 
 
 # ------------------------------------------------------------------------------- 7. one run
@@ -926,7 +874,7 @@ class StopRequest:
     """Turns the first SIGINT or SIGTERM into a request that all ranks honour after a step."""
 
     def __init__(self):
-        self.signal, self.training = None, False
+        self.signal, self.training = 0, False
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.receive)
 
@@ -939,7 +887,7 @@ class StopRequest:
 def repair_baseline(engine, config):
     """Make stage 0 train as stages 1 and 2 do; returns the repairs made, one line each.
 
-    1. DeepSpeed's stage-0 fp16 and bf16 wrappers call step() on zero gradients when they are built
+    1. DeepSpeed's stage-0 fp16 and bf16 wrapper calls step() on zero gradients when it is built
        (src: FP16_UnfusedOptimizer.initialize_optimizer_states): Adam's bias correction is one step
        ahead and the masters are decayed once. Seen in the state's step count; undone by clearing
        the state and copying the weights back into the masters.
@@ -947,7 +895,7 @@ def repair_baseline(engine, config):
        Seen by the gradient of a loss of 1; repaired in train_step, which scales the loss.
     """
     import torch
-    if config[ZERO + "stage"] or precision_of(config) == "fp32":
+    if config[STAGE] or precision_of(config) == "fp32":
         return []
     repairs, inner = [], engine.optimizer.optimizer
     if any(float(state.get("step", 0)) > 0 for state in inner.state.values()):
@@ -957,26 +905,26 @@ def repair_baseline(engine, config):
     if precision_of(config) == "fp16":
         x = torch.zeros((), device=engine.device, requires_grad=True)
         engine.backward(x * 1.0)
-        unscaled = float(x.grad) * config["gradient_accumulation_steps"] == 1
+        unscaled = float(x.grad) * config[ACCUMULATION] == 1
         engine.zero_grad()
         if unscaled and engine.optimizer.loss_scale != 1:
             repairs.append("loss scale: backward() did not apply it; applied by this script")
     return repairs
 
 
-def train_step(engine, micro_batches, memory, scale_loss):
-    """One optimizer step over an iterable of (ids, labels); returns the mean loss, a tensor."""
-    total = 0
+def train_step(engine, micro_batches, memory, repairs):
+    """One optimizer step over [(ids, labels), ...]; returns the mean loss, a tensor."""
+    scale_loss, total = any(repair.startswith("loss scale") for repair in repairs), 0
     for ids, labels in micro_batches:
         with memory.phase("forward"):
-            loss = engine(ids.to(engine.device), labels.to(engine.device))
+            loss = engine(ids, labels)
         total += loss.detach()
         with memory.phase("backward"):
             engine.backward(loss * engine.optimizer.loss_scale if scale_loss else loss)
         del loss
         with memory.phase("step"):
             engine.step()
-    return total / engine.gradient_accumulation_steps()
+    return total / len(micro_batches)
 
 
 def build_engine(run, launch, model, args, memory):
@@ -996,32 +944,36 @@ def build_engine(run, launch, model, args, memory):
 
 
 def execute(run, launch, model, tokenizer, dataset, args, stop, on_step):
-    """Make one run. Returns its record (design of the keys: README.md) on every rank.
+    """Make one run; returns its record (keys: README.md), whole on rank 0.
 
     Raises RunFailed for what a user can mend (out of memory, loss not finite). The engine is gone
     when it returns or raises; what stays allocated shows in the next run's floor_bytes.
     """
     import torch
-    memory = PeakMemory(launch)
-    engine = counter = None
     gc.collect()
     if launch.on_gpu:
         torch.cuda.empty_cache()
+    memory, engine, counter = PeakMemory(launch), None, None
     record = {"name": run.name, "config": unflatten(run.config), "swept": run.swept, "steps": [],
               "error": None, "floor_bytes": memory.read()}
     try:
+        check_fits(record, run, launch, model)
         engine, record["repairs"] = build_engine(run, launch, model, args, memory)
         counter = CollectiveCounter()
         measure(record, run, launch, engine, dataset, args, stop, on_step, memory, counter)
         if args.save and not stop.signal:
             record["saved"] = save_weights(engine, run, launch, model, tokenizer, dataset, args)
         if args.memory_snapshot and launch.on_gpu and not stop.signal:
-            snapshot(record, run, launch, engine, dataset, args, memory)
+            save_snapshot(record, run, launch, engine, dataset, args, memory)
         return record
     except torch.OutOfMemoryError as error:
-        raise RunFailed(f"rank {launch.rank}, {memory.current}: {str(error).splitlines()[0][:200]} "
-                        "What helps: a smaller train_micro_batch_size_per_gpu, --seq-len or "
-                        "reduce_bucket_size, or offload_optimizer") from None
+        raise RunFailed(f"rank {launch.rank}, {memory.current}: {first_line(error)} What helps: a "
+                        f'smaller "{MICRO}", --seq-len or "{BUCKET}", or "offload_optimizer"'
+                        ) from None
+    except Exception as error:
+        if not args.compile or not type(error).__module__.startswith("torch._"):
+            raise
+        raise RunFailed(f"--compile: cannot build: {first_line(error)}") from None
     finally:
         if counter:
             counter.close()
@@ -1031,115 +983,115 @@ def execute(run, launch, model, tokenizer, dataset, args, stop, on_step):
         gc.collect()
 
 
+def check_fits(record, run, launch, model):
+    """Fail before anything is built where the GPU cannot hold even what is expected."""
+    import torch
+    record.update(expectations([p.numel() for p in model.parameters()], run.config,
+                               launch.world_size))
+    need = record["floor_bytes"] + peak_of(record["expected_bytes"])
+    if launch.on_gpu:
+        total = torch.cuda.get_device_properties(launch.device).total_memory
+        if need * launch.shared > total:
+            raise RunFailed(f"{launch.shared} rank(s) on one GPU need {need / GB:.1f} GB each and "
+                            f"activations; it has {total / GB:.1f} GB")
+
+
 def measure(record, run, launch, engine, dataset, args, stop, on_step, memory, counter):
     """Train until --steps, filling record: steps, peaks by phase and rank, collectives."""
     import torch
     import torch.distributed as dist
-    accumulation = run.config["gradient_accumulation_steps"]
     done = load_checkpoint(engine, launch, args) if args.resume else 0
+    feed = batches(dataset, run.config, launch, args, done * run.config[ACCUMULATION])
+    scaled, started = precision_of(run.config) == "fp16", False
+    overall, steady, resident, collectives = memory.take(), {}, None, {}
+    everyone = torch.empty(launch.world_size, 3, dtype=torch.float64)
     record["resumed_from_step"] = done if args.resume else None
-    feed = batches(dataset, run.config, launch, args.data is not None, args.seed,
-                   done * accumulation)
-    scaled = precision_of(run.config) == "fp16"
-    scale_loss = any(repair.startswith("loss scale") for repair in record["repairs"])
-    overall, steady, resident, collectives, started = memory.take(), {}, 0, {}, False
-    init, everyone = overall["init"], torch.empty(launch.world_size, 3, dtype=torch.float64)
     stop.training = True
     for step in range(done + 1, args.steps + 1):
-        taken = [next(feed) for _ in range(accumulation)]
+        taken = list(itertools.islice(feed, run.config[ACCUMULATION]))
         scale = engine.optimizer.loss_scale if scaled else None
         synchronize(launch)
         begin = time.perf_counter()
-        loss = train_step(engine, (batch for _, batch in taken), memory, scale_loss)
+        loss = train_step(engine, [batch for _, batch in taken], memory, record["repairs"])
         synchronize(launch)
         seconds = time.perf_counter() - begin
-        # Not timed: the only traffic of the script's own, on the CPU, once a step.
-        own = torch.tensor([float(loss), seconds, stop.signal or 0], dtype=torch.float64)
+        # Not timed: the script's own traffic, once a step, on the CPU. A stop asked of one rank
+        # rides on it, so that all stop after the same step.
+        own = torch.tensor([float(loss), seconds, stop.signal], dtype=torch.float64)
         dist.all_gather_into_tensor(everyone.view(-1), own, group=launch.control)
         mean, applied = everyone[:, 0].mean().item(), bool(engine.was_step_applied())
         peaks, counts = memory.take(), counter.take()
-        warm = step - done > WARMUP_STEPS and started
+        warmup = step - done <= WARMUP_STEPS or not started
         started |= applied                                    # Adam's state comes with the first
         for phase, peak in peaks.items():
             overall[phase] = max(overall.get(phase, 0), peak)
-            if warm and applied:
+            if applied and not warmup:
                 steady[phase] = max(steady.get(phase, 0), peak)
-        if warm and applied:
-            collectives, resident = counts, max(resident, memory.read())
+        if applied and not warmup:
+            collectives, resident = counts, max(resident or 0, memory.read())
         record["steps"].append({
             "step": step, "loss": mean if math.isfinite(mean) else None,
             "seconds": everyone[:, 1].max().item(), "applied": applied, "loss_scale": scale,
-            "warmup": not warm, "epoch": taken[-1][0]})
-        on_step(record, max(overall.values()), launch)
-        stop.signal = int(everyone[:, 2].max()) or None
-        due = stop.signal or step == args.steps or (
-            args.checkpoint_every and step % args.checkpoint_every == 0)
-        if args.checkpoint and due:
+            "warmup": warmup, "epoch": taken[-1][0]})
+        on_step(record, max(overall.values()))
+        stop.signal = int(everyone[:, 2].max())
+        if args.checkpoint and (stop.signal or step == args.steps or (
+                args.checkpoint_every and step % args.checkpoint_every == 0)):
             save_checkpoint(engine, launch, run, args, step)
         if stop.signal:
             break
-        if not math.isfinite(mean) and not scaled:
+        if not scaled and not math.isfinite(mean):
             raise RunFailed(f"step {step}: the loss is not finite; a lower learning rate helps")
     stop.training = False
-    pads = sum(float((labels == IGNORED).float().mean()) for _, (_, labels) in taken)
+    pads = statistics.mean((labels == IGNORED).float().mean().item() for _, (_, labels) in taken)
     rows = launch.gather({
-        **{phase: steady.get(phase) for phase in PHASES[1:]}, "init": init,
+        **{phase: steady.get(phase) for phase in PHASES[1:]}, "init": overall["init"],
         "steady": max(steady.values(), default=None), "overall": max(overall.values()),
-        "resident": resident or None, "reserved": memory.read("reserved_bytes"),
-        "device_used": device_used(launch), "padding": pads / accumulation})
-    sizes = [p.numel() for p in engine.module.parameters()]
-    record.update(summarize(record["steps"], rows, run.config, args.seq_len), collectives=collectives,
-                  **expectations(sizes, run.config, launch.world_size))
-
-
-def synchronize(launch):
-    """Wait for the GPU, so that the clock starts and stops on an idle device."""
-    import torch
-    if launch.on_gpu:
-        torch.cuda.synchronize(launch.device)
+        "resident": resident, "reserved": memory.read("reserved_bytes"),
+        "device_used": device_used(launch) if launch.on_gpu else None, "padding": pads})
+    record.update(summarize(record["steps"], rows, run.config, args.seq_len),
+                  collectives=collectives)
 
 
 def summarize(steps, rows, config, seq_len):
     """The record's figures from its steps and the ranks' rows: medians, peaks of the worst rank."""
+    def worst(key):
+        return max((row[key] for row in rows if row[key] is not None), default=None)
+
     seconds = [s["seconds"] for s in steps if s["applied"] and not s["warmup"]]
     median = statistics.median(seconds) if seconds else None
-    quarter = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [0, 0, 0]
-    ranks = range(len(rows))
-    worst = max(ranks, key=lambda r: (rows[r]["steady"] or rows[r]["overall"], -r))
-    peaks = {key: max((row[key] for row in rows if row[key] is not None), default=None)
-             for key in (*PHASES, "steady", "overall")}
-    used = [row["device_used"] for row in rows if row["device_used"]]
+    quarters = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [0, 0, 0]
+    tokens = config["train_batch_size"] * seq_len
     return {
         "skipped_steps": sum(not s["applied"] for s in steps), "median_step_seconds": median,
-        "step_seconds_iqr": quarter[2] - quarter[0],
-        "tokens_per_second": config["train_batch_size"] * seq_len / median if median else None,
-        "tokens_seen": config["train_batch_size"] * seq_len * (steps[-1]["step"] if steps else 0),
-        "padding_share": statistics.mean(row.pop("padding") for row in rows),
-        "peak_allocated_bytes": peaks, "worst_rank": worst, "peak_allocated_bytes_per_rank": rows,
-        "peak_reserved_bytes": max(row["reserved"] for row in rows),
-        "device_used_bytes": max(used, default=None)}
+        "step_seconds_iqr": quarters[2] - quarters[0], "tokens_seen": tokens * steps[-1]["step"],
+        "tokens_per_second": tokens / median if median else None,
+        "padding_share": statistics.mean(row["padding"] for row in rows),
+        "peak_allocated_bytes": {key: worst(key) for key in (*PHASES, "steady", "overall")},
+        "worst_rank": max(range(len(rows)), key=lambda r: (
+            rows[r]["steady"] or 0, rows[r]["overall"], -r)),
+        "peak_allocated_bytes_per_rank": rows, "resident_bytes": worst("resident"),
+        "peak_reserved_bytes": worst("reserved"), "device_used_bytes": worst("device_used")}
 
 
-def snapshot(record, run, launch, engine, dataset, args, memory):
+def save_snapshot(record, run, launch, engine, dataset, args, memory):
     """Write the allocator's history of one more step than was measured, for memory_viz."""
     import torch
-    feed = batches(dataset, run.config, launch, args.data is not None, args.seed, 0)
-    taken = [next(feed)[1] for _ in range(run.config["gradient_accumulation_steps"])]
+    taken = list(itertools.islice(batches(dataset, run.config, launch, args),
+                                  run.config[ACCUMULATION]))
     torch.cuda.memory._record_memory_history(max_entries=1_000_000)
-    train_step(engine, taken, memory, any("loss scale" in r for r in record["repairs"]))
-    path = args.memory_snapshot
-    name = re.sub(r"[^\w.=-]+", "_", run.name)
+    train_step(engine, [batch for _, batch in taken], memory, record["repairs"])
+    path, name = args.memory_snapshot, re.sub(r"[^\w.=-]+", "_", run.name)
     torch.cuda.memory._dump_snapshot(
         str(path.with_name(f"{path.stem}.{name}.rank{launch.rank}{path.suffix or '.pickle'}")))
     torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def identity(run, args, world_size):
-    """What must be equal for a checkpoint to be gone on from, beside ranks and stage."""
-    return {"world_size": world_size, "stage": run.config[ZERO + "stage"],
+    """What a checkpoint and the run that goes on from it must have in common."""
+    return {"world_size": world_size, "stage": run.config[STAGE], "seed": args.seed,
             "train_batch_size": run.config["train_batch_size"], "model": args.model or "gpt2",
-            "seed": args.seed, "seq_len": args.seq_len,
-            "data_bytes": args.data.stat().st_size if args.data else None}
+            "seq_len": args.seq_len, "data_bytes": args.data and args.data.stat().st_size}
 
 
 def check_resume(run, args, world_size):
@@ -1150,15 +1102,15 @@ def check_resume(run, args, world_size):
     except (OSError, ValueError):
         raise Refused(f"--resume: no whole checkpoint in {args.checkpoint}; start without "
                       "--resume") from None
-    now, universal = identity(run, args, world_size), run.config.get("checkpoint.load_universal")
-    if not universal and any(saved[key] != now[key] for key in ("world_size", "stage")):
-        folder = args.checkpoint / tag
+    now, folder = identity(run, args, world_size), args.checkpoint / tag
+    moved = any(saved[key] != now[key] for key in ("world_size", "stage"))
+    if moved and not run.config.get("checkpoint.load_universal"):
         raise Refused(
             f"--resume: {folder} holds {saved['world_size']} ranks at stage {saved['stage']}, this "
             f"is {world_size} at {now['stage']}; convert it: (1) python -m deepspeed.checkpoint."
             f"ds_to_universal --inject_missing_state --input_folder {folder} --output_folder "
             f'{folder}_universal (2) add "checkpoint": {{"load_universal": true}} to the JSON')
-    for key in list(now)[2:]:
+    for key in list(now)[2:] if not moved else ("model", "seq_len"):
         if saved[key] != now[key]:
             raise Refused(f"--resume: the checkpoint has {key} {saved[key]}, this run {now[key]}")
     if saved["step"] >= args.steps:
@@ -1180,18 +1132,18 @@ def save_checkpoint(engine, launch, run, args, step):
         if launch.on_gpu:
             state["cuda"] = torch.cuda.get_rng_state(launch.device)
         torch.save(state, folder / tag / f"random_rank{launch.rank}.pt")
-        launch.gather(None)                                   # every rank's part is on disk
+        launch.gather()                                       # every rank's part is on disk
         if launch.rank == 0:
             saved = identity(run, args, launch.world_size) | {"step": step}
             (folder / tag / "train_zero2.json").write_text(json.dumps(saved))
             replace_file(folder / "latest", tag)
             for old in folder.glob("step*"):
-                if old.name.removesuffix("_universal") != tag:
+                if old.name != tag:
                     shutil.rmtree(old)
-        launch.gather(None)
-    except OSError as error:
-        raise RunFailed(f"checkpoint of step {step}: {error.strerror} ({error.filename}); the one "
-                        "before is whole") from None
+        launch.gather()
+    except (OSError, RuntimeError) as error:
+        raise RunFailed(f"checkpoint of step {step} in {folder}: {first_line(error)}; the one "
+                        "before it is whole") from None
 
 
 def load_checkpoint(engine, launch, args):
@@ -1221,21 +1173,20 @@ def save_weights(engine, run, launch, model, tokenizer, dataset, args):
     import torch
     from deepspeed.utils import safe_get_full_fp32_param
     masters = {id(p): p for p in engine.module.parameters()}      # fp32, stage 0: the weights
-    if run.config[ZERO + "stage"]:
+    if run.config[STAGE]:
         masters = {key: safe_get_full_fp32_param(p) for key, p in masters.items()}
-    elif hasattr(engine.optimizer, "fp32_groups"):
+    elif precision_of(run.config) != "fp32":
         pairs = zip(engine.optimizer.fp16_groups, engine.optimizer.fp32_groups)
         masters = {id(p): q for halves, fulls in pairs for p, q in zip(halves, fulls)}
-    ids, labels = next(batches(dataset, run.config, launch, args.data is not None, args.seed, 0))[1]
     engine.eval()
     with torch.no_grad():
-        loss = float(engine(ids.to(engine.device), labels.to(engine.device)))
+        loss = float(engine(*next(batches(dataset, run.config, launch, args))[1]))
     engine.train()
     if launch.rank == 0:
         clone = copy.deepcopy(model)
-        weights = {name.removeprefix("model."): masters[id(p)].detach().float().cpu()
-                   for name, p in engine.module.named_parameters()}
-        clone.load_state_dict(weights, strict=False)              # lm_head is tied to wte
+        clone.load_state_dict({name.removeprefix("model."): masters[id(p)].detach().float().cpu()
+                               for name, p in engine.module.named_parameters()},
+                              strict=False)                       # lm_head is tied to wte
         args.save.parent.mkdir(parents=True, exist_ok=True)
         folder = tempfile.mkdtemp(prefix=args.save.name + ".", dir=args.save.parent)
         try:
@@ -1243,9 +1194,9 @@ def save_weights(engine, run, launch, model, tokenizer, dataset, args):
             tokenizer.save_pretrained(folder)
             os.chmod(folder, 0o755)
             os.replace(folder, args.save)
-        except OSError as error:
+        except Exception as error:                                # safetensors has its own
             shutil.rmtree(folder, ignore_errors=True)
-            raise RunFailed(f"--save {args.save}: {error.strerror or error}") from None
+            raise RunFailed(f"--save {args.save}: {first_line(error)}") from None
     return {"path": str(args.save), "eval_loss": loss}
 
 
@@ -1262,8 +1213,8 @@ def gpt2_parameters(name):
 def partition(sizes, config, ranks):
     """How stages 1 and 2 lay parameters over ranks (src: stage_1_and_2.py, __init__).
 
-    Returns (elements of one rank's partition, per parameter {rank: elements on it}) in the order
-    of sizes; the total is padded to a multiple of 2 x ranks.
+    Returns (elements of one rank's partition, [{rank: elements on it}] per parameter); the total
+    is padded to a multiple of 2 x ranks.
     """
     order = list(range(len(sizes)))
     if config.get(ZERO + "round_robin_gradients"):
@@ -1285,53 +1236,51 @@ def expected_bytes(sizes, config, ranks, rank):
     states between steps; gradients held to the step; reduction buffers; the two phases' peaks.
     Source: stage_1_and_2.py (setup_buckets, get_grad_norm_direct, step), unfused_optimizer.py.
     """
-    low, psi, embedding = precision_of(config) != "fp32", sum(sizes), sizes[0]
-    b = 2 if low else 4
-    if config[ZERO + "stage"] == 0:
-        resident, gradients = (b + (12 if low else 8)) * psi, b * psi
-        flat = max(stage0_buckets(sizes)) * b
+    low, total, embedding = precision_of(config) != "fp32", sum(sizes), sizes[0]
+    b = 2 if low else 4                                           # bytes of a weight, a gradient
+    if config[STAGE] == 0:
+        resident, gradients = (b + (12 if low else 8)) * total, b * total
+        flat = b * stage0_flat(sizes)
         return {"resident": resident, "gradients": gradients, "buckets": flat,
                 "backward": resident + gradients + max(flat, 2 * embedding * b),
-                "step": resident + gradients + (4 * psi if low else 0)}
+                "step": resident + gradients + (4 * total if low else 0)}
     size, owners = partition(sizes, config, ranks)
     mine = [owner.get(rank, 0) for owner in owners]
     offload = config.get(ZERO + "offload_optimizer.device") == "cpu"
     gradients = 0 if offload else b * sum(n for n, m in zip(sizes, mine) if m)
     resident = b * size * ranks + (b * max(sizes) if offload else 12 * size)
-    bucket = config.get(BUCKET, 500_000_000)
-    overlap = config.get(ZERO + "overlap_comm", False)
-    buffers = bucket * b * (2 if overlap else 1) * config.get(ZERO + "contiguous_gradients", True)
-    norm = 8 * max(mine) * config.get(ZERO + "compute_grad_norm", True)
-    late = config[ZERO + "stage"] == 1 and not overlap
-    held = gradients * min(2, config["gradient_accumulation_steps"])
-    backward = buffers + reduction_peak(sizes, owners, rank, bucket, b, held, late)
+    buffers = b * config.get(BUCKET, 500_000_000) * config.get(ZERO + "contiguous_gradients", 1)
+    buffers *= 2 if config.get(ZERO + "overlap_comm") else 1
+    norm = 8 * max(mine) * config.get(ZERO + "compute_grad_norm", 1)            # in float64
+    backward = buffers + reduction_peak(sizes, owners, rank, config, b, gradients)
     step = 0 if offload else gradients + max(norm, size * (b + 4 if low else b))
     return {"resident": resident, "gradients": gradients, "buckets": buffers,
             "backward": resident + backward + norm * offload, "step": resident + step}
 
 
-def stage0_buckets(sizes):
-    """Elements of each flat copy in which stage 0 reduces (src: engine.allreduce_no_retain)."""
-    flats = [0]
+def stage0_flat(sizes):
+    """Elements of the largest flat copy that stage 0 reduces (src: engine.allreduce_no_retain)."""
+    largest = flat = 0
     for n in sizes:
-        flats[-1] += n
-        if flats[-1] > STAGE0_BUCKET:
-            flats.append(0)
-    return [n for n in flats if n]
+        flat = n if flat > STAGE0_BUCKET else flat + n
+        largest = max(largest, flat)
+    return largest
 
 
-def reduction_peak(sizes, owners, rank, bucket, b, held, late):
+def reduction_peak(sizes, owners, rank, config, b, held):
     """Most bytes of gradients and flat copies alive at once in a ZeRO backward, buffers apart.
 
     Follows reduce_independent_p_g_buckets_and_remove_grads: gradients come last parameter first;
-    each is copied into the bucket and freed; a full bucket is reduced, through a flat copy where
-    it belongs to several ranks; a rank's own gradients move to a buffer allocated with the first
-    of them. The tied embedding's gradient (lm_head's part) is alive from the start, three times
-    for the moment in which the embedding's part is added. At stage 1 without overlap_comm (late)
-    all gradients wait for the end and are then reduced first parameter first.
+    each is copied into the bucket and freed (a larger one stays and is reduced in place); a full
+    bucket is reduced, through a flat copy where it belongs to several ranks; a rank's own
+    gradients move to a buffer of held bytes, allocated with the first of them. The tied embedding's
+    gradient is alive from the start (lm_head's part), three times while the lookup's part is
+    added. At stage 1 without overlap_comm all wait for the end, then go first parameter first.
     """
-    embedding = sizes[0] * b
+    bucket, embedding = config.get(BUCKET, 500_000_000), sizes[0] * b
+    late = config[STAGE] == 1 and not config.get(ZERO + "overlap_comm")
     live, peak = (sum(sizes) * b, (sum(sizes) + 2 * sizes[0]) * b) if late else (embedding, 0)
+    held *= min(2, config[ACCUMULATION])
     filled, reducing, large, owned = 0, set(), 0, False
 
     def reduce_bucket():
@@ -1340,32 +1289,59 @@ def reduction_peak(sizes, owners, rank, bucket, b, held, late):
         if rank in reducing and not owned:
             live, owned = live + held, True
             peak = max(peak, live)
-        live, filled, large = live - large, 0, 0
+        live -= large if config[STAGE] == 2 or rank in reducing else 0
+        filled = large = 0
         reducing.clear()
 
-    order = range(len(sizes)) if late else range(len(sizes) - 1, -1, -1)
-    for i in order:
-        n = sizes[i]
-        if not late and i:                                    # the embedding's is alive already
-            live += n * b
-        peak = max(peak, live + (2 * embedding if i == 0 and not late else 0))
-        if filled and filled + n > bucket:
+    for i in range(len(sizes)) if late else reversed(range(len(sizes))):
+        gradient = sizes[i] * b
+        if not late:
+            live += gradient if i else 0
+            peak = max(peak, live if i else live + 2 * embedding)
+        if filled and filled + sizes[i] > bucket:
             reduce_bucket()
-        if n > bucket:
-            large = n * b                                     # reduced by itself, in place
-        else:
-            live -= n * b
-        filled += n
+        large = gradient if sizes[i] > bucket else 0
+        live -= gradient - large
+        filled += sizes[i]
         reducing.update(owners[i])
     reduce_bucket()
     return peak
 
 
 def expectations(sizes, config, ranks):
-    """expected_bytes of the rank that needs most, and of every rank."""
+    """expected_bytes of every rank, and of the worst by figure."""
     every = [expected_bytes(sizes, config, ranks, rank) for rank in range(ranks)]
     return {"expected_bytes": {key: max(e[key] for e in every) for key in every[0]},
             "expected_bytes_per_rank": every}
+
+
+def peak_of(expected):
+    return max(expected["backward"], expected["step"])
+
+
+def foresee(runs, sizes, ranks, on_gpu):
+    """Lines to say before the first run: where ZeRO cannot help, as far as the model tells."""
+    notes = ["one rank: nothing is partitioned, stages 1 and 2 only add buffers."] if (
+        ranks == 1 and any(run.config[STAGE] for run in runs)) else []
+    for run in runs if ranks > 1 and on_gpu else []:
+        zero, plain = (peak_of(expectations(sizes, config, ranks)["expected_bytes"])
+                       for config in (run.config, run.config | {
+                           STAGE: 0, ZERO + "offload_optimizer.device": "none"}))
+        if run.config[STAGE] and zero >= plain:
+            notes.append(f"{run.name}: its buckets take more than it saves: {zero / MB:,.0f} MB "
+                         f"expected, {plain / MB:,.0f} at stage 0; a smaller reduce_bucket_size "
+                         "helps.")
+    return notes
+
+
+def stage_of(run):
+    return run["config"]["zero_optimization"]["stage"]
+
+
+def reductions(run):
+    """Gradient reductions of one step, control traffic left out."""
+    return sum(run["collectives"].get(kind, {}).get("count", 0)
+               for kind in ("all_reduce", "reduce", "reduce_scatter_tensor"))
 
 
 def time_noise(*runs):
@@ -1377,227 +1353,221 @@ def same_peak(a, b):
     return abs(a - b) <= MEMORY_NOISE * max(a, b)
 
 
-def reductions(run):
-    """Gradient reductions of one step: how many, control traffic left out."""
-    return sum(run["collectives"].get(k, {}).get("count", 0)
-               for k in ("all_reduce", "reduce", "reduce_scatter_tensor"))
+def same_time(a, b):
+    return abs(a["median_step_seconds"] - b["median_step_seconds"]) <= time_noise(a, b)
 
 
-def stage_of(run):
-    return run["config"]["zero_optimization"]["stage"]
+def memory_unknown(environment):
+    return "" if environment["memory_kind"] == "cuda_allocator" else (
+        "no GPU: the resident set keeps what earlier runs freed")
 
 
 def compare(runs, environment):
-    """The verdicts over the records of a launch, in a fixed order; pure."""
-    whole = [run for run in runs if not run["error"] and run["steps"]]
+    """The verdicts over a launch's records: [{"name", "outcome", "detail"}, ...]; pure."""
+    whole = [run for run in runs if not run["error"]]
     steady = [run for run in whole if run["median_step_seconds"]]
-    memory = "" if environment["memory_kind"] == "cuda_allocator" else (
-        "no GPU: the resident set keeps what earlier runs freed")
-    verdicts = [loss_falls(whole, environment["data"]), loss_agrees(whole),
-                memory_saved(steady, environment["world_size"], memory),
-                bucket_effect(steady, memory, environment["share_gpu"]),
-                knob_without_effect(steady, memory)]
+    found = {"loss_falls": loss_falls(whole, environment),
+             "loss_agrees": loss_agrees(whole),
+             "memory_saved": memory_saved(steady, environment),
+             "bucket_effect": bucket_effect(steady, environment),
+             "knob_without_effect": knob_without_effect(steady, environment)}
     return [{"name": name, "outcome": outcome, "detail": detail}
-            for name, (outcome, detail) in zip(VERDICTS, verdicts)]
+            for name, (outcome, detail) in found.items()]
 
 
-VERDICTS = ("loss_falls", "loss_agrees", "memory_saved", "bucket_effect", "knob_without_effect")
-NA = "NOT APPLICABLE"
+def worst_outcome(outcomes, absent):
+    """FAIL before NOT APPLICABLE before PASS; absent where there is none."""
+    return next((o for o in ("FAIL", NA, "PASS") if o in outcomes), absent)
 
 
-def loss_falls(runs, own_text):
+def together(details):
+    """One line of [(outcome, name, text)]: what is alike is said once."""
+    texts = {}
+    for outcome, name, text in details:
+        texts.setdefault((outcome, text if outcome != "PASS" else ""), []).append((name, text))
+    return "; ".join(f"{same[0][0]}: {same[0][1]}" + (
+        f" (and {len(same) - 1} more likewise)" if len(same) > 1 else "")
+        for same in texts.values())
+
+
+def loss_falls(runs, environment):
     """On every run: finite, and the fourth applied step's loss below the first's."""
-    details, outcome = [], "PASS" if runs else "FAIL"
+    details = []
     for run in runs:
         losses = [s["loss"] for s in run["steps"] if s["applied"]]
+        tenth = math.ceil(len(losses) / 10) if environment["data"] else 1
         if not losses:
             outcome, text = "FAIL", f"all {len(run['steps'])} steps were skipped: overflow at a " \
                 f"loss scale of {run['steps'][-1]['loss_scale']:g}; a lower one helps"
         elif None in losses:
             outcome, text = "FAIL", "a loss is not finite"
         elif len(losses) < 2 or run["resumed_from_step"]:
-            outcome = outcome if outcome == "FAIL" else NA
-            text = "resumed" if run["resumed_from_step"] else "one applied step"
+            outcome, text = NA, "resumed" if run["resumed_from_step"] else "one applied step"
         else:
-            tenth = math.ceil(len(losses) / 10) if own_text else 1
-            first = statistics.mean(losses[:tenth])
-            last = statistics.mean(losses[-tenth:]) if own_text else losses[:4][-1]
-            outcome = outcome if last < first else "FAIL"
-            text = f"{first:.4f} to {last:.4f}" + (
-                f" (means of {tenth})" if own_text else f" after {len(losses[:4]) - 1} steps")
-        details.append(f"{run['name']}: {text}")
-    return outcome, "; ".join(details) or "no run finished"
+            last = losses[-tenth:] if environment["data"] else losses[:4][-1:]
+            first, last = statistics.mean(losses[:tenth]), statistics.mean(last)
+            outcome = "PASS" if last < first else "FAIL"
+            text = f"{first:.4f} to {last:.4f} " + (
+                f"(means of {tenth})" if environment["data"] else f"in {len(losses[:4]) - 1} steps")
+        details.append((outcome, run["name"], text))
+    return worst_outcome([o for o, _, _ in details], "FAIL"), together(details) or "no run finished"
 
 
 def loss_agrees(runs):
     """Every run's losses equal the first's, step by step, until one of them alone skips a step."""
-    if len(runs) < 2:
-        return NA, "one run"
-    first, details, outcome = runs[0], [], "PASS"
+    details = []
     for run in runs[1:]:
         ours, theirs = ({k: v for k, v in flatten(r["config"]).items() if ZERO not in k}
-                        for r in (run, first))
+                        for r in (run, runs[0]))
         other = next((k for k in {**ours, **theirs} if ours.get(k) != theirs.get(k)), None)
-        pairs = list(zip(run["steps"], first["steps"]))
+        pairs = list(zip(run["steps"], runs[0]["steps"]))
         skip = next((a["step"] for a, b in pairs if a["applied"] != b["applied"]), None)
         compared = [(a["loss"], b["loss"]) for a, b in pairs if skip is None or a["step"] <= skip]
-        if other:
-            outcome, text = outcome if outcome == "FAIL" else NA, f"trains otherwise: {other}"
-        elif any(None in pair for pair in compared) or not compared:
-            outcome, text = outcome if outcome == "FAIL" else NA, "a loss is not finite"
+        gap = max((abs(a - b) / abs(b) for a, b in compared if a is not None and b), default=None)
+        if other or gap is None:
+            outcome, text = NA, f"trains otherwise: {other}" if other else "no finite losses"
         else:
-            gap = max(abs(a - b) / abs(b) for a, b in compared)
-            if gap > LOSS_TOLERANCE:
-                outcome = "FAIL"
-            elif skip:
-                outcome = outcome if outcome == "FAIL" else NA
+            outcome = "FAIL" if gap > LOSS_TOLERANCE else NA if skip else "PASS"
             text = f"within {gap:.1e} over {len(compared)} steps (tolerance {LOSS_TOLERANCE:g})" + (
-                f"; only one of the two skipped step {skip}, which ends the comparison"
-                if skip else "")
-        details.append(f"{run['name']}: {text}")
-    return outcome, f"against {first['name']}: " + "; ".join(details)
+                f"; one alone skipped step {skip}: nothing to compare from there" if skip else "")
+        details.append((outcome, run["name"], text))
+    return worst_outcome([o for o, _, _ in details], NA), (
+        f"against {runs[0]['name']}: {together(details)}" if details else "needs two runs")
 
 
-def memory_saved(runs, ranks, unknown):
+def memory_saved(runs, environment):
     """Stage 2's peak below stage 0's, expected beside measured, by optimizer and gradients."""
-    by_stage = {}
-    for run in runs:
-        by_stage.setdefault(stage_of(run), run)
-    if unknown or ranks == 1 or not {0, 2} <= set(by_stage):
-        return NA, unknown or ("one rank: nothing is partitioned" if ranks == 1
-                               else "needs a run at stage 0 and one at stage 2")
-    peak = {stage: run["peak_allocated_bytes"]["steady"] for stage, run in by_stage.items()}
-    expected = {stage: run["floor_bytes"] + max(run["expected_bytes"][k] for k in (
-        "backward", "step")) for stage, run in by_stage.items()}
-    text = (f"stage 0 {peak[0] / MB:.0f} MB, stage 2 {peak[2] / MB:.0f} MB: "
+    by_stage = {stage_of(run): run for run in reversed(runs)}     # the first of each stage
+    reason = memory_unknown(environment) or (
+        "one rank: nothing is partitioned" if environment["world_size"] == 1 else
+        "" if {0, 2} <= {*by_stage} else "needs a run at stage 0 and one at stage 2")
+    if reason:
+        return NA, reason
+    peak = {s: run["peak_allocated_bytes"]["steady"] for s, run in by_stage.items()}
+    model = {s: run["floor_bytes"] + peak_of(run["expected_bytes"]) for s, run in by_stage.items()}
+    text = (f"stage 0 {peak[0] / MB:,.0f} MB, stage 2 {peak[2] / MB:,.0f} MB: "
             f"{1 - peak[2] / peak[0]:.1%} less (expected without activations "
-            f"{expected[0] / MB:.0f} and {expected[2] / MB:.0f}: "
-            f"{1 - expected[2] / expected[0]:.1%})")
+            f"{model[0] / MB:,.0f} and {model[2] / MB:,.0f}: {1 - model[2] / model[0]:.1%})")
     if 1 in peak:
-        gradients = peak[1] - peak[2]
-        text += (f"; optimizer states (0 to 1) {(peak[0] - peak[1]) / MB:.0f} MB, gradients (1 to "
-                 f"2) {gradients / MB:.0f} MB")
-        text += ("; stage 2 adds nothing to stage 1 here" if gradients <= MEMORY_NOISE * peak[1]
-                 else "")
+        text += (f"; optimizer states (0 to 1) {(peak[0] - peak[1]) / MB:,.0f} MB, gradients (1 to "
+                 f"2) {(peak[1] - peak[2]) / MB:,.0f} MB"
+                 + "; stage 2 adds nothing to stage 1 here" * same_peak(peak[1], peak[2]))
     if same_peak(peak[0], peak[2]):
         return NA, text + "; within the noise"
     return "PASS" if peak[2] < peak[0] else "FAIL", text
 
 
 def groups_by(runs, key):
-    """Lists of runs that differ in key alone (two values or more), each sorted by it."""
+    """Lists of (value, run) whose runs differ in key alone, two values or more, sorted by it."""
     groups = {}
     for run in runs:
         flat = flatten(run["config"])
-        if key in flat:
-            rest = json.dumps({k: v for k, v in flat.items() if k != key}, sort_keys=True)
-            groups.setdefault(rest, []).append((flat[key], run))
-    return [sorted(g, key=lambda pair: pair[0]) for g in groups.values()
-            if len({value for value, _ in g}) > 1]
+        value = flat.pop(key, None)
+        if value is not None:
+            groups.setdefault(json.dumps(flat, sort_keys=True), []).append((value, run))
+    return [sorted(group, key=lambda pair: pair[0]) for group in groups.values()
+            if len({value for value, _ in group}) > 1]
 
 
-def bucket_effect(runs, unknown, shared):
+def bucket_effect(runs, environment):
     """Smallest against largest reduce_bucket_size: more reductions, less memory, longer step."""
-    groups = groups_by([run for run in runs if stage_of(run)], BUCKET)
     details, outcomes = [], []
-    for group in groups:
-        (small_size, small), (large_size, large) = group[0], group[-1]
-        counts = reductions(small), reductions(large)
+    for group in groups_by([run for run in runs if stage_of(run)], BUCKET):
+        (smallest, small), (largest, large) = group[0], group[-1]
         peaks = [r["peak_allocated_bytes"] for r in (small, large)]
-        seconds = [r["median_step_seconds"] for r in (small, large)]
-        parts = [("reductions", "{} and {}".format(*counts), counts[0] - counts[1], 0, "")]
-        parts.append(("backward peak", "{:.0f} and {:.0f} MB".format(
-            *(p["backward"] / MB for p in peaks)), peaks[1]["backward"] - peaks[0]["backward"],
-            MEMORY_NOISE * peaks[1]["backward"], unknown))
-        parts.append(("step", "{:.1f} and {:.1f} ms".format(*(s * 1e3 for s in seconds)),
-                      seconds[0] - seconds[1], time_noise(small, large),
-                      "ranks share a GPU" if shared else ""))
+        times = [r["median_step_seconds"] for r in (small, large)]
+        whole = "either holds all gradients" if smallest >= environment["parameters"] else ""
+        parts = [  # label, figures, unit and its name, sign of the expected gain, noise, why not
+            ("reductions", *map(reductions, (small, large)), 1, "", 1, 0, whole),
+            ("backward peak", *(p["backward"] for p in peaks), MB, " MB", -1,
+             MEMORY_NOISE * peaks[1]["backward"], memory_unknown(environment)),
+            ("step", *times, 1e-3, " ms", 1, time_noise(small, large),
+             "ranks share a GPU" if environment["share_gpu"] else "")]
         texts = []
-        for label, figures, gain, noise, reason in parts:
+        for label, a, b, unit, name, sign, noise, reason in parts:
+            gain = (a - b) * sign
             outcome = NA if reason or abs(gain) <= noise else "PASS" if gain > 0 else "FAIL"
             outcomes.append(outcome)
-            reason = reason or "within the noise" if outcome == NA else ""
-            texts.append(f"{label} {figures} {outcome}{f' ({reason})' if reason else ''}")
-        if not unknown and same_peak(peaks[0]["steady"], peaks[1]["steady"]):
-            sets = max(PHASES[1:], key=lambda phase: peaks[0][phase])
-            texts.append(f"overall peak unmoved, set by {sets}")
-        details.append(f"{small['name']} against {large_size:g}: " + ", ".join(texts))
-    outcome = next((o for o in ("FAIL", "PASS") if o in outcomes), NA)
-    return outcome, "; ".join(details) or "no two runs differ in reduce_bucket_size alone"
+            texts.append(f"{label} {a / unit:,.{label == 'step':d}f} and "
+                         f"{b / unit:,.{label == 'step':d}f}{name} {outcome}"
+                         + f" ({reason or 'within the noise'})" * (outcome == NA))
+        if not parts[1][-1] and same_peak(peaks[0]["steady"], peaks[1]["steady"]):
+            phase = max(PHASES[1:], key=lambda phase: peaks[0][phase])
+            texts.append(f"overall peak unmoved, set by the {phase} phase")
+        details.append(f"{small['name']} against {largest:,}: " + ", ".join(texts))
+    return next((o for o in ("FAIL", "PASS") if o in outcomes), NA), (
+        "; ".join(details) or "no two runs differ in reduce_bucket_size alone")
 
 
 WHY_WITHOUT_EFFECT = {
-    ALLGATHER_BUCKET: "DeepSpeed gathers everything at once where torch has "
-                      "all_gather_into_tensor (src: runtime/utils.py, all_gather_dp_groups)",
-    BUCKET: "the model's gradients fit into either bucket"}
+    ALLGATHER: ": DeepSpeed gathers all at once where torch has all_gather_into_tensor (src: "
+               "runtime/utils.py, all_gather_dp_groups)",
+    BUCKET: ": one bucket of either size holds all gradients"}
 
 
-def knob_without_effect(runs, unknown):
+def knob_without_effect(runs, environment):
     """PASS where a swept key changed nothing: same collectives, same peaks, times within noise."""
-    details, outcome = [], NA
-    for key in {key: None for run in runs for key in run["swept"] if key != ZERO + "stage"}:
+    details, unknown = [], memory_unknown(environment)
+    for key in {key: None for run in runs for key in run["swept"] if key != STAGE}:
         for group in groups_by(runs, key):
-            low = group[0][1]
-            name = f"{key.removeprefix(ZERO)} ({group[0][0]} to {group[-1][0]})"
-            same = all(run["collectives"] == low["collectives"] for _, run in group) and all(
-                unknown or same_peak(run["peak_allocated_bytes"][phase],
-                                     low["peak_allocated_bytes"][phase])
-                for _, run in group for phase in PHASES[1:]) and all(
-                abs(run["median_step_seconds"] - low["median_step_seconds"])
-                <= time_noise(run, low) for _, run in group)
-            if same:
-                outcome = "PASS"
-                details.append(f"{name} changed nothing" + (
-                    f": {WHY_WITHOUT_EFFECT[key]}" if key in WHY_WITHOUT_EFFECT else ""))
-            else:
-                details.append(f"{name} changed something")
-    return outcome, "; ".join(details) + f" ({unknown})" * bool(details and unknown) or (
-        "no key but the stage was swept")
+            first = group[0][1]
+            moved = [what for what, moved in (
+                ("collectives", any(r["collectives"] != first["collectives"] for _, r in group)),
+                ("memory", not unknown and any(not same_peak(
+                    r["peak_allocated_bytes"][phase], first["peak_allocated_bytes"][phase])
+                    for _, r in group for phase in PHASES[1:])),
+                ("time", not environment["share_gpu"]
+                 and any(not same_time(r, first) for _, r in group))) if moved]
+            details.append((NA if moved else "PASS",
+                            f"{key.removeprefix(ZERO)} ({group[0][0]} to {group[-1][0]})",
+                            f"moved {', '.join(moved)}" if moved else
+                            "changed nothing" + WHY_WITHOUT_EFFECT.get(key, "")
+                            + f" (memory not compared, {unknown})" * bool(unknown)))
+    return "PASS" if any(o == "PASS" for o, _, _ in details) else NA, (
+        together(details) or "no key but the stage was swept")
 
 
 def recommend(runs, environment):
-    """After a sweep: the lowest peak among the runs as fast as the fastest; None where unknown."""
+    """After a sweep: the lowest peak among the runs as fast as the fastest; None where unknown.
+
+    Where ranks share a GPU times say nothing, and the lowest peak alone decides.
+    """
     runs = [r for r in runs if not r["error"] and r["median_step_seconds"]]
-    if len(runs) < 2 or not any(r["swept"] for r in runs) or (
-            environment["memory_kind"] != "cuda_allocator"):
+    if len(runs) < 2 or not any(r["swept"] for r in runs) or memory_unknown(environment):
         return None
+    def peak(run):
+        return run["peak_allocated_bytes"]["steady"]
+
     fastest = min(runs, key=lambda r: r["median_step_seconds"])
-    tied = [r for r in runs if r["median_step_seconds"] - fastest["median_step_seconds"]
-            <= time_noise(r, fastest)]
-    best = min(tied, key=lambda r: (r["peak_allocated_bytes"]["steady"], r["median_step_seconds"]))
-    smallest = min(runs, key=lambda r: r["peak_allocated_bytes"]["steady"])
-    peaks = [r["peak_allocated_bytes"]["steady"] for r in (best, smallest)]
+    tied = [r for r in runs if environment["share_gpu"] or same_time(r, fastest)]
+    best = min(tied, key=lambda r: (round(peak(r) / (MEMORY_NOISE * peak(fastest))),
+                                    r["median_step_seconds"]))
+    smallest = min(runs, key=peak)
     slower = smallest["median_step_seconds"] / best["median_step_seconds"] - 1
-    others = [r["name"] for r in tied if r is not best]
-    return {"run": best["name"], "peak_bytes": peaks[0],
-            "median_step_seconds": best["median_step_seconds"], "as_fast": others,
-            "cost_of_less": None if same_peak(*peaks) else
-            f"{smallest['name']} needs {(peaks[0] - peaks[1]) / MB:.0f} MB less, {slower:+.0%} time",
-            "comparable_time": not environment["share_gpu"]}
+    equal = [r["name"] for r in tied if r is not best and same_peak(peak(r), peak(best))]
+    return {"run": best["name"], "peak_bytes": peak(best), "by_time": not environment["share_gpu"],
+            "median_step_seconds": best["median_step_seconds"], "as_good": equal,
+            "cost_of_less": None if same_peak(peak(best), peak(smallest)) else
+            f"{smallest['name']} needs {(peak(best) - peak(smallest)) / MB:,.0f} MB less and "
+            f"{slower:+.0%} time"}
 
 
 def project(run, environment):
-    """What the run's config would need elsewhere: per GPT-2 size and rank count, worst rank.
+    """What the run's config would need elsewhere, on the worst rank, by GPT-2 size and ranks.
 
-    Returns {"ranks": [...], "rows": {model: [(resident, peak) or None, ...]}, "activations_bytes"
-    (measured backward peak less what is expected; in the measured model's row), "buckets"}.
+    Returns {"ranks": [...], "rows": {model: [(resident, peak), ...]}, "activations_bytes"}: what
+    was measured beyond the expected backward peak, added in the measured model's row only.
     """
-    config, ranks = flatten(run["config"]), sorted({1, 2, 4, 8, 16, 64, environment["world_size"]})
-    peaks = run["peak_allocated_bytes"]
-    activations = None
-    if environment["memory_kind"] == "cuda_allocator" and peaks["backward"]:
-        activations = max(0, peaks["backward"] - run["expected_bytes"]["backward"])
-    rows = {}
+    measured, peaks = environment["model"], run["peak_allocated_bytes"]
+    activations = 0 if memory_unknown(environment) or not peaks["backward"] else max(
+        0, peaks["backward"] - run["expected_bytes"]["backward"])
+    ranks, rows = sorted({1, 2, 4, 8, 16, 64, environment["world_size"]}), {}
     for model in list(GPT2_SIZES)[1:]:
-        sizes, measured = gpt2_parameters(model), model == environment["model"]
-        cells = []
-        for n in ranks:
-            worst = expectations(sizes, config, n)["expected_bytes"]
-            extra = activations if measured and activations else 0
-            cells.append((worst["resident"], max(worst["backward"] + extra, worst["step"])))
-        rows[model] = cells
-    return {"ranks": ranks, "rows": rows, "activations_bytes": activations,
-            "buckets": run["expected_bytes"]["buckets"]}
+        worst = [expectations(gpt2_parameters(model), flatten(run["config"]), n)["expected_bytes"]
+                 for n in ranks]
+        extra = activations if model == measured else 0
+        rows[model] = [(w["resident"], max(w["backward"] + extra, w["step"])) for w in worst]
+    return {"ranks": ranks, "rows": rows, "activations_bytes": activations}
 
 
 # ------------------------------------------------------------------------------- 9. output
@@ -1610,130 +1580,121 @@ def replace_file(path, text):
 
 
 def write_record(path, record):
-    """The whole record as JSON; not finite numbers are refused, so that every parser reads it."""
+    """The record as strict JSON: a figure that is not finite is a bug and raises."""
     try:
         replace_file(path, json.dumps(record, indent=1, allow_nan=False))
     except OSError as error:
         raise RunFailed(f"--json {path}: {error.strerror}") from None
 
 
-def size(value):
-    return "-" if value is None else f"{value / MB:,.0f}"
+def table(rows, width):
+    """Print rows of cells: the first column to the left, width wide; numbers as whole MB."""
+    for first, *cells in rows:
+        texts = ["-" if c is None else c if isinstance(c, str) else f"{c / MB:,.0f}" for c in cells]
+        print(f"{first:<{width}}" + "".join(f"{text:>10}" for text in texts))
 
 
-def print_header(environment, notices):
+def print_header(environment):
     e = environment
-    print(f"train_zero2: {e['model']} ({e['weights']} weights, {e['parameters'] / 1e6:.1f} M "
-          f"parameters, {e['vocabulary']} tokens) on {e['world_size']} rank(s), {e['device']}, "
-          f"{e['backend']}; torch {e['torch']}, deepspeed {e['deepspeed']}, transformers "
-          f"{e['transformers']}")
-    for notice in notices:
+    print("train_zero2: {model}, {parameters:,} parameters, {weights} weights, {vocabulary} tokens;"
+          " {world_size} rank(s), {device}, {backend}; torch {torch}, deepspeed {deepspeed}, "
+          "transformers {transformers}".format(**e))
+    for notice in e["notices"]:
         print(f"note: {notice}")
 
 
-def print_step(record, peak, launch, bar=[]):
-    """The line of the step just made; on a terminal a bar for long runs, else fewer lines."""
-    step, total = record["steps"][-1], launch.total_steps
-    every = max(1, total // 50)
-    rate = record["config"]["train_batch_size"] * launch.seq_len / step["seconds"]
-    scale = f"  scale {step['loss_scale']:g}" if step["loss_scale"] else ""
+def print_step(record, peak, bar, total, seq_len):
+    """The line of the step just made: on a bar for long runs on a terminal, else every so often."""
+    step = record["steps"][-1]
+    rate = record["config"]["train_batch_size"] * seq_len / step["seconds"]
     loss = "not finite" if step["loss"] is None else f"{step['loss']:.4f}"
-    line = (f"step {step['step']:>3}  loss {loss}  {step['seconds'] * 1e3:8.1f} ms  "
-            f"{rate:9,.0f} tokens/s{scale}{'' if step['applied'] else '  skipped'}  peak "
-            f"{size(peak)} MB{'  warm-up' if step['warmup'] else ''}")
-    if launch.rank:
-        return
-    if total > 50 and sys.stderr.isatty():
-        from tqdm import tqdm
-        if not bar:
-            bar.append(tqdm(total=total, initial=step["step"] - 1, unit="step"))
-        bar[0].set_postfix_str(line.split("  ", 1)[1])
-        bar[0].update()
-        if step["step"] == total:
-            bar.pop().close()
-    elif step["step"] % every == 0 or step["step"] <= 4:
-        print(line, flush=True)
+    line = (f"loss {loss}  {step['seconds'] * 1e3:8.1f} ms  {rate:9,.0f} tokens/s"
+            + (f"  scale {step['loss_scale']:g}" if step["loss_scale"] else "")
+            + f"  peak {peak / MB:,.0f} MB" + "  warm-up" * step["warmup"]
+            + "  skipped" * (not step["applied"]))
+    if not bar.disable:
+        bar.set_postfix_str(line, refresh=False)
+        bar.update(step["step"] - bar.n)
+    elif step["step"] <= 4 or step["step"] % max(1, total // 50) == 0:
+        print(f"step {step['step']:>3}  {line}", flush=True)
 
 
 def print_run(run, environment):
     """One run's memory by phase, expected beside measured, and its rates."""
-    peaks, expected = run["peak_allocated_bytes"], run["expected_bytes"]
-    kind = environment["memory_kind"]
-    on_gpu, floor = kind == "cuda_allocator", run["floor_bytes"]
-    rows = run["peak_allocated_bytes_per_rank"]
-    resident = max((row["resident"] or 0 for row in rows), default=0) or None
-    print(f"\n{'MB, worst rank':<16}{'resident':>10}" + "".join(f"{p:>10}" for p in PHASES))
-    measured = [resident] + [peaks[phase] for phase in PHASES]
-    print(f"{'measured':<16}" + "".join(f"{size(v):>10}" for v in measured)
-          + ("" if on_gpu else "   (resident set at the end of each phase)"))
-    if on_gpu:
-        model = [floor + expected["resident"], None, None, floor + expected["backward"],
-                 floor + expected["step"]]
-        print(f"{'expected':<16}" + "".join(f"{size(v):>10}" for v in model))
-        print(f"{'remainder':<16}" + "".join(
-            f"{size(None if v is None or m is None else m - v):>10}"
-            for m, v in zip(measured, model)) + "   activations, logits, fragments")
-        print(f"worst rank {run['worst_rank']}; steady peak {size(peaks['steady'])} MB; floor "
-              f"{size(floor)} MB (cuBLAS workspace); reserved {size(run['peak_reserved_bytes'])} "
-              f"MB; on the device {size(run['device_used_bytes'])} MB (with CUDA context, NCCL)"
-              .replace("device - MB", "device: not available"))
+    peaks, expected, floor = (run[key] for key in (
+        "peak_allocated_bytes", "expected_bytes", "floor_bytes"))
+    measured = [run["resident_bytes"], *(peaks[phase] for phase in PHASES)]
+    model = [floor + expected["resident"], None, None, floor + expected["backward"],
+             floor + expected["step"]]
+    rows = [["\nMB, worst rank", "resident", *PHASES], ["measured", *measured]]
+    if memory_unknown(environment):
+        table(rows, 15)
+        print(f"Peak resident set, no GPU: {peaks['overall'] / GB:.2f} GB")
+    else:
+        table([*rows, ["expected", *model], ["remainder", *(
+            None if None in pair else pair[0] - pair[1] for pair in zip(measured, model))]], 15)
+        used = run["device_used_bytes"]
+        print(f"remainder: activations, logits, fragments; in all: {floor / MB:.0f} MB of cuBLAS "
+              f"workspace (floor). Steady peak {(peaks['steady'] or 0) / MB:,.0f} MB on rank "
+              f"{run['worst_rank']}; reserved {run['peak_reserved_bytes'] / MB:,.0f} MB; on the "
+              f"device {f'{used / MB:,.0f} MB' if used else '(not available)'}, with CUDA context "
+              "and NCCL")
     for repair in run["repairs"]:
         print(f"repaired: {repair}")
     if run["median_step_seconds"]:
         print(f"median step {run['median_step_seconds'] * 1e3:.1f} ms (interquartile range "
               f"{run['step_seconds_iqr'] * 1e3:.1f}), {run['tokens_per_second']:,.0f} tokens/s, "
-              f"{run['padding_share']:.0%} padding; " + (", ".join(
-                  f"{kind} {c['count']} x, {c['bytes'] / MB:,.1f} MB"
+              f"{run['padding_share']:.0%} padding; a step: " + (", ".join(
+                  f"{c['count']} {kind} ({c['bytes'] / MB:,.1f} MB)"
                   for kind, c in run["collectives"].items()) or "no collectives"))
+    if environment["data"]:
+        print(f"{run['tokens_seen']:,} tokens seen, epoch {run['steps'][-1]['epoch'] + 1}")
     if run["skipped_steps"]:
         print(f"{run['skipped_steps']} step(s) skipped by the loss scaler")
-    label = "Peak GPU memory" if on_gpu else "Peak resident set (CPU)"
-    print(f"{label}: {peaks['overall'] / GB:.2f} GB", flush=True)
+    if not memory_unknown(environment):
+        print(f"Peak GPU memory: {peaks['overall'] / GB:.2f} GB", flush=True)
 
 
-def print_comparison(runs, verdicts, recommendation):
-    """The table of all runs, the verdicts and the recommendation."""
-    if len(runs) > 1:
-        width = max(len(run["name"]) for run in runs) + 2
-        print(f"\n{'run':<{width}}{'backward':>10}{'step':>10}{'steady':>10}{'expected':>10}"
-              f"{'rank':>6}{'reduce':>8}{'ms':>9}{'last loss':>11}   (MB, worst rank)")
-    for run in runs if len(runs) > 1 else []:
+def print_comparison(record):
+    """The table of all runs, the verdicts, the recommendation, and what other sizes would need."""
+    runs, environment = record["runs"], record["environment"]
+    width = max(len(run["name"]) for run in runs) + 2
+    rows = [["\nMB, worst rank", "backward", "step", "steady", "expected", "rank", "reduce", "ms",
+             "last loss"]]
+    for run in runs:
         if run["error"]:
-            print(f"{run['name']:<{width}}failed: {run['error']}")
+            rows.append([f"{run['name']:<{width}}  failed: {run['error']}"])
             continue
-        peaks, expected = run["peak_allocated_bytes"], run["expected_bytes"]
-        want = run["floor_bytes"] + max(expected["backward"], expected["step"])
-        median, last = run["median_step_seconds"], run["steps"][-1]["loss"]
-        print(f"{run['name']:<{width}}{size(peaks['backward']):>10}{size(peaks['step']):>10}"
-              f"{size(peaks['steady']):>10}{size(want):>10}{run['worst_rank']:>6}"
-              f"{reductions(run):>8}{f'{median * 1e3:.1f}' if median else '-':>9}"
-              f"{'-' if last is None else f'{last:.4f}':>11}")
+        peaks, seconds = run["peak_allocated_bytes"], run["median_step_seconds"]
+        rows.append([run["name"], peaks["backward"], peaks["step"], peaks["steady"],
+                     None if memory_unknown(environment) else
+                     run["floor_bytes"] + peak_of(run["expected_bytes"]), str(run["worst_rank"]),
+                     str(reductions(run)), f"{seconds * 1e3:.1f}" if seconds else None,
+                     f"{run['steps'][-1]['loss'] or math.nan:.4f}"])
+    if len(runs) > 1:
+        table(rows, width)
     print()
-    for verdict in verdicts:
-        print(f"{verdict['outcome']:<15} {verdict['name']}: {verdict['detail']}")
-    if recommendation:
-        r = recommendation
-        print(f"recommended: {r['run']}: {size(r['peak_bytes'])} MB, "
-              f"{r['median_step_seconds'] * 1e3:.1f} ms"
-              + (f"; as fast within the noise: {', '.join(r['as_fast'])}" if r["as_fast"] else "")
-              + f"; {r['cost_of_less'] or 'no other setting needs less'}"
-              + ("" if r["comparable_time"] else " (ranks share a GPU: times only rank settings)"))
-
-
-def print_projection(projection, run, environment):
-    """Model states and peak of the same config at other sizes and rank counts."""
-    activations = projection["activations_bytes"]
-    print(f"\nexpected with {run['name']}, GB on the worst rank: resident / peak"
-          + (f" (* with the {activations / MB:.0f} MB of activations measured here)"
-             if activations else " (activations not counted)"))
-    print(f"{'ranks':<14}" + "".join(f"{n:>15}" for n in projection["ranks"]))
-    for model, cells in projection["rows"].items():
-        mine = model == environment["model"]
-        texts = [f"{low / GB:.2f} / {high / GB:.2f}" + (
-            "<" if mine and n == environment["world_size"] else "*" if mine and activations else "")
-            for n, (low, high) in zip(projection["ranks"], cells)]
-        print(f"{model:<14}" + "".join(f"{text:>15}" for text in texts))
-    print("< this run")
+    for verdict in record["verdicts"]:
+        print(f"{verdict['outcome']:<15}{verdict['name']}: "
+              + verdict["detail"].replace("; ", "\n" + " " * 17))
+    if best := record["recommendation"]:
+        print(f"recommended    {best['run']}: {best['peak_bytes'] / MB:,.0f} MB, "
+              f"{best['median_step_seconds'] * 1e3:.1f} ms; "
+              + (best["cost_of_less"] or "no setting needs less")
+              + f"; as good: {', '.join(best['as_good'])}" * bool(best["as_good"])
+              + "; by memory alone, times of a shared GPU tell nothing" * (not best["by_time"]))
+    zero = next((r for r in reversed(runs) if not r["error"] and stage_of(r)), None)
+    if zero:
+        ahead = project(zero, environment)
+        print(f"\nGB expected on the worst rank with {zero['name']} in {environment['precision']}, "
+              "resident/peak; activations: "
+              + (f"{ahead['activations_bytes'] / MB:,.0f} MB as measured here, in this model's row"
+                 if ahead["activations_bytes"] else "not counted") + "; [ ]: measured here")
+        table([["ranks", *map(str, ahead["ranks"])]] + [
+            [model] + [("[{:.1f}/{:.1f}]" if (model, n) == (
+                environment["model"], environment["world_size"]) else "{:.1f}/{:.1f}").format(
+                    *(v / GB for v in cell)) for n, cell in zip(ahead["ranks"], cells)]
+            for model, cells in ahead["rows"].items()], 15)
 
 
 def plot(path, runs, environment):
@@ -1742,44 +1703,41 @@ def plot(path, runs, environment):
     matplotlib.use("Agg")
     from matplotlib import pyplot
     runs = [run for run in runs if not run["error"] and run["median_step_seconds"]]
-    swept = groups_by([r for r in runs if stage_of(r)], BUCKET)
-    figure, axes = pyplot.subplots(1, 3 if swept else 2, figsize=(15 if swept else 11, 4.5),
-                                   layout="constrained")
+    swept = groups_by([run for run in runs if stage_of(run)], BUCKET)
+    figure, (bars, curves, *rest) = pyplot.subplots(
+        1, 3 if swept else 2, figsize=(15 if swept else 11, 4.5), layout="constrained")
     colours = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442"]
-    phases, width = PHASES[1:], 0.8 / max(1, len(runs))
+    width, phases = 0.8 / max(1, len(runs)), PHASES[1:]           # colours of Okabe and Ito
     for i, run in enumerate(runs):
-        colour, hatch = colours[i % 7], ("", "//", "..", "xx")[i // 7 % 4]
-        at = [p + (i - (len(runs) - 1) / 2) * width for p in range(len(phases))]
-        axes[0].bar(at, [run["peak_allocated_bytes"][p] / GB for p in phases], width * 0.92,
-                    color=colour, hatch=hatch, label=run["name"])
-        if environment["memory_kind"] == "cuda_allocator":
-            marks = [(run["floor_bytes"] + run["expected_bytes"][p]) / GB for p in phases[1:]]
-            axes[0].plot(at[1:], marks, "k_", markersize=9,
-                         label="expected" if i == len(runs) - 1 else None)
+        at = [p + (i - (len(runs) - 1) / 2) * width for p in range(3)]
+        bars.bar(at, [run["peak_allocated_bytes"][p] / GB for p in phases], width * 0.92,
+                 color=colours[i % 7], hatch=("", "//", "..", "xx")[i // 7 % 4], label=run["name"])
+        if not memory_unknown(environment):
+            bars.plot(at[1:], [(run["floor_bytes"] + run["expected_bytes"][p]) / GB
+                               for p in phases[1:]], "k_", markersize=9,
+                      label="expected" if run is runs[-1] else None)
         steps = [(s["step"], s["loss"]) for s in run["steps"] if s["loss"] is not None]
-        axes[1].plot(*zip(*steps), color=colour, linestyle=("-", "--", ":", "-.")[i % 4],
-                     linewidth=1 + 3 * (len(runs) - i) / len(runs), label=run["name"])
-    axes[0].set_xticks(range(len(phases)), phases)
-    axes[0].set(title=f"{environment['model']}, {environment['world_size']} ranks: memory peak",
-                ylabel="GB on the worst rank", ylim=(0, axes[0].get_ylim()[1] * 1.1))
-    axes[1].set(title="Loss (curves lie over each other)", xlabel="step", ylabel="loss")
-    for axis in axes[:2]:
+        curves.plot(*zip(*steps), color=colours[i % 7], linestyle=("-", "--", ":", "-.")[i % 4],
+                    linewidth=1 + 3 * (len(runs) - i) / len(runs), label=run["name"])
+    bars.set_xticks(range(3), phases)
+    bars.set(ylabel="GB on the worst rank", ylim=(0, bars.get_ylim()[1] * 1.1),
+             title=f"{environment['model']}, {environment['world_size']} rank(s): peak memory")
+    curves.set(title="Loss (curves lie over each other)", xlabel="step", ylabel="loss")
+    for axis in (bars, curves):
         axis.legend(fontsize=7)
-    for group, style in zip(swept, ("o-", "s--", "^:", "d-.")):
-        sizes = [value for value, _ in group]
-        name = re.sub(r" ?reduce_bucket_size=\S+", "", group[0][1]["name"])
-        axes[2].semilogx(sizes, [r["median_step_seconds"] * 1e3 for _, r in group], style,
-                         color=colours[0], label=f"step time, {name}")
-        if axes[2] not in getattr(figure, "twins", {}):
-            figure.twins = {axes[2]: axes[2].twinx()}
-        twin = figure.twins[axes[2]]
-        twin.plot(sizes, [r["peak_allocated_bytes"]["backward"] / GB for _, r in group], style,
-                  color=colours[5], label=f"backward peak, {name}")
-        axes[2].set(title="Bucket size", xlabel="reduce_bucket_size (elements)")
-        axes[2].set_ylabel("median step (ms)", color=colours[0])
+    for axis in rest:
+        twin = axis.twinx()
+        for group, style in zip(swept, ("o-", "s--", "^:", "d-.")):
+            values, name = [v for v, _ in group], group[0][1]["name"].split(" reduce_bucket")[0]
+            axis.semilogx(values, [r["median_step_seconds"] * 1e3 for _, r in group], style,
+                          color=colours[0], label=f"step time, {name}")
+            twin.plot(values, [r["peak_allocated_bytes"]["backward"] / GB for _, r in group], style,
+                      color=colours[5], label=f"backward peak, {name}")
+        axis.set(title="Bucket size", xlabel="reduce_bucket_size (elements)")
+        axis.set_ylabel("median step (ms)", color=colours[0])
         twin.set_ylabel("backward peak (GB)", color=colours[5])
-        lines = axes[2].get_lines() + twin.get_lines()
-        axes[2].legend(lines, [line.get_label() for line in lines], fontsize=7)
+        lines = axis.get_lines() + twin.get_lines()
+        axis.legend(lines, [line.get_label() for line in lines], fontsize=7)
     try:
         figure.savefig(path, dpi=150)
     except OSError as error:
@@ -1794,13 +1752,13 @@ def describe(args, launch, found, model, runs):
     import torch
     import transformers
     return {"command": " ".join(sys.argv), "world_size": launch.world_size,
-            "backend": launch.backend, "share_gpu": launch.shared,
+            "backend": launch.backend, "share_gpu": launch.shared > 1,
             "device": torch.cuda.get_device_name(launch.device) if launch.on_gpu else "CPU",
             "memory_kind": "cuda_allocator" if launch.on_gpu else "resident_set",
             "torch": torch.__version__, "deepspeed": deepspeed.__version__,
             "transformers": transformers.__version__, "model": found["name"],
             "weights": "pretrained" if found["pretrained"] else "random",
-            "vocabulary": "GPT-2" if found["vocabulary"] == "model" else "byte",
+            "vocabulary": "GPT-2" if found["vocabulary"] else "byte",
             "parameters": sum(p.numel() for p in model.parameters()),
             "precision": precision_of(runs[0].config), "seq_len": args.seq_len,
             "seed": args.seed, "steps": args.steps, "notices": launch.notices,
@@ -1812,122 +1770,129 @@ def settle_precision(runs, args, launch):
     from deepspeed.accelerator import get_accelerator
     can = {"fp16": get_accelerator().is_fp16_supported(), "fp32": True,
            "bf16": get_accelerator().is_bf16_supported()}
-    for run in runs:
-        wanted = precision_of(run.config)
-        if can[wanted]:
-            continue
+    lacking = {precision_of(run.config) for run in runs if not can[precision_of(run.config)]}
+    for wanted in lacking:
         if args.precision != "auto":
             raise Refused(f"--precision {wanted}: this device cannot do it; use fp32")
-        run.config[f"{wanted}.enabled"] = False
-        notice = f"{wanted} is not to be had on this device: training in fp32."
-        if notice not in launch.notices:
-            launch.notices.append(notice)
+        launch.notices.append(f"{wanted} is not to be had on this device: training in fp32.")
+        for run in runs:
+            run.config.pop(f"{wanted}.enabled", None)
+
+
+def load(args, launch, runs):
+    """Tokenizer, model, text (None: the sentences) and environment; ranks agree on all of it."""
+    settle_precision(runs, args, launch)
+    found = launch.decide(find_model, args)
+    if found["hub"] and launch.rank:                  # other hosts fetch what rank 0 found
+        found["folder"] = fetch(found["name"])
+    launch.notices += [found["notice"]] if found["notice"] else []
+    tokenizer, text = load_tokenizer(found), None
+    if args.data:
+        text = text_data(args, launch, tokenizer,
+                         launch.world_size * max(run.config[MICRO] for run in runs))
+    model = load_model(found, args.seed)
+    if args.seq_len > model.config.n_positions:
+        raise Refused(f"--seq-len {args.seq_len}: {found['name']} has {model.config.n_positions} "
+                      "positions; use fewer")
+    if len(tokenizer) > model.config.vocab_size:
+        raise Refused(f"--model {found['name']}: {len(tokenizer)} tokens in the vocabulary, "
+                      f"{model.config.vocab_size} in the model: they do not belong together")
+    launch.notices += foresee(runs, [p.numel() for p in model.parameters()], launch.world_size,
+                              launch.on_gpu)
+    return tokenizer, model, text, describe(args, launch, found, model, runs)
 
 
 def train(args, runs, launch, stop):
     """Connect, load, make every run, compare; returns the exit status."""
-    connect(launch, args.share_gpu)
-    settle_precision(runs, args, launch)
-    found = launch.decide(find_model, args)
-    if found["hub"] and launch.rank:
-        found["folder"] = fetch(found["hub"], local=False)
-    launch.notices += [found["notice"]] if found["notice"] else []
-    tokenizer = load_tokenizer(found)
-    needed = launch.world_size * max(
-        run.config["train_micro_batch_size_per_gpu"] for run in runs)
-    text = load_text(args, launch, tokenizer, needed) if args.data else None
-    model = load_model(found, args.seed)
-    if args.seq_len > model.config.n_positions:
-        raise Refused(f"--seq-len {args.seq_len}: {found['name']} has {model.config.n_positions} "
-                      "positions")
-    if len(tokenizer) > model.config.vocab_size:
-        raise Refused(f"--model {found['name']}: {len(tokenizer)} tokens in the vocabulary, "
-                      f"{model.config.vocab_size} in the model; they do not belong together")
-    warm_up_device(launch)
-    record = {"schema": 1, "environment": describe(args, launch, found, model, runs), "runs": [],
-              "verdicts": [], "recommendation": None}
-    launch.total_steps, launch.seq_len = args.steps, args.seq_len
-    if launch.rank == 0:
-        print_header(record["environment"], launch.notices)
+    connect(launch, args)
+    tokenizer, model, text, environment = load(args, launch, runs)
+    prepare_device(launch)
+    record = {"schema": 1, "environment": environment, "runs": [], "verdicts": [],
+              "recommendation": None}
+    first = launch.rank == 0
+    if first:
+        print_header(environment)
     for run in runs:
-        if launch.rank == 0 and len(runs) > 1:
+        if first and len(runs) > 1:
             print(f"\n== {run.name}")
-        dataset = text or Sentences(tokenizer, args.seq_len, run.config["train_batch_size"])
-        record["runs"].append(one_of(run, launch, model, tokenizer, dataset, args, stop))
-        if launch.rank == 0:
-            finished = record["runs"][-1]
-            print(f"failed: {finished['error']}") if finished["error"] else print_run(
-                finished, record["environment"])
+        dataset = text or sentence_data(tokenizer, args.seq_len, run.config["train_batch_size"])
+        done = attempt(run, launch, model, tokenizer, dataset, args, stop)
+        record["runs"].append(done)
+        if first:
+            print(f"failed: {done['error']}") if done["error"] else print_run(done, environment)
             if args.json:
                 write_record(args.json, record)
         if stop.signal:
             break
-    if launch.rank == 0:
-        record["verdicts"] = compare(record["runs"], record["environment"])
-        record["recommendation"] = recommend(record["runs"], record["environment"])
-        report(args, record)
+    if first:
+        record["verdicts"] = compare(record["runs"], environment)
+        record["recommendation"] = recommend(record["runs"], environment)
+        print_comparison(record)
+        if args.json:
+            write_record(args.json, record)
+        if args.plot:
+            plot(args.plot, record["runs"], environment)
     failed = any(run["error"] for run in record["runs"]) or any(
         verdict["outcome"] == "FAIL" for verdict in record["verdicts"])
-    failed = launch.decide(lambda: failed)
-    return 128 + signal.SIGINT if stop.signal else int(failed)
+    return 128 + signal.SIGINT if stop.signal else int(launch.gather(failed)[0])
 
 
-def one_of(run, launch, model, tokenizer, dataset, args, stop):
-    """execute, with a failure that all ranks share turned into a record with an error."""
-    import datetime
+def attempt(run, launch, model, tokenizer, dataset, args, stop):
+    """execute; a failure that all ranks share becomes a record with an error, and the rest go on.
+
+    One that other ranks do not share would leave them waiting: it is raised after a short while.
+    """
     import torch.distributed as dist
+    from tqdm import tqdm
+    disable = True if launch.rank or args.steps <= 50 else None             # None: no terminal
     try:
-        return execute(run, launch, model, tokenizer, dataset, args, stop, print_step)
+        with tqdm(total=args.steps, disable=disable, unit="step") as bar:
+            return execute(run, launch, model, tokenizer, dataset, args, stop, lambda *seen: (
+                None if launch.rank else print_step(*seen, bar, args.steps, args.seq_len)))
     except RunFailed as error:
         message = str(error)
-    dist.monitored_barrier(launch.control, datetime.timedelta(seconds=AGREE_TIMEOUT_SECONDS))
+    try:
+        dist.monitored_barrier(launch.control, datetime.timedelta(seconds=AGREE_TIMEOUT_SECONDS))
+    except RuntimeError:
+        raise RunFailed(message) from None
     return {"name": run.name, "config": unflatten(run.config), "swept": run.swept, "steps": [],
-            "error": message}
-
-
-def report(args, record):
-    """Everything that comes after the last run, on rank 0."""
-    print_comparison(record["runs"], record["verdicts"], record["recommendation"])
-    last = next((r for r in reversed(record["runs"]) if not r["error"] and stage_of(r)), None)
-    if last:
-        projection = project(last, record["environment"])
-        print_projection(projection, last, record["environment"])
-    if args.json:
-        write_record(args.json, record)
-    if args.plot:
-        plot(args.plot, record["runs"], record["environment"])
+            "error": launch.gather(message)[0]}
 
 
 def leave(launch, message, status):
     """Say message once per launch and exit: other ranks wait, so that rank 0 is heard first."""
+    sys.stdout.flush()
     if launch.rank:
-        sys.stdout.flush()
         time.sleep(REFUSAL_DELAY_SECONDS)
-    print(f"train_zero2: {message}", file=sys.stderr, flush=True)
+    print(message, file=sys.stderr, flush=True)
     os._exit(status)                       # past NCCL and gloo threads that wait for other ranks
 
 
 def main(argv=None):
-    launch = Launch(int(os.environ.get("RANK", "0") or 0), 1, 0)
+    rank = os.environ.get("RANK", "0")
+    launch = Launch(int(rank) if rank.isdigit() else 0, 1, 0)
     try:
         launch = read_launch()
         args = parse_arguments(argv)
         runs = plan_runs(args, launch.world_size)
-        check_outputs(args, len(runs))
+        check_arguments(args, runs)
         if args.resume:
             check_resume(runs[0], args, launch.world_size)
         if not args.verbose:
             logging.disable(logging.WARNING)
             warnings.filterwarnings("ignore")
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-        stop = StopRequest()
-        status = train(args, runs, launch, stop)
+        status = train(args, runs, launch, StopRequest())
     except Refused as error:
-        leave(launch, f"refused: {error}", 2)
+        leave(launch, f"train_zero2: refused: {error}", 2)
     except RunFailed as error:
-        leave(launch, f"failed: {error}", 1)
+        leave(launch, f"train_zero2: failed: {error}", 1)
     except KeyboardInterrupt:
-        leave(launch, "interrupted", 130)
+        leave(launch, "train_zero2: interrupted", 130)
+    except Exception as error:                                   # ours, or another rank's end
+        lost = re.search(r"(?i)closed by peer|timed out|connection reset|broken pipe", str(error))
+        leave(launch, f"train_zero2: failed: rank {launch.rank} waited for a rank that stopped or "
+              f"stalled: {first_line(error)}" if lost else traceback.format_exc(), 1)
     import torch.distributed as dist
     dist.destroy_process_group()
     return status
