@@ -1,0 +1,112 @@
+"""The training loops that peers.py compares, each with step, applied and close.
+
+step(memory, ids, labels) makes one optimizer step, by train_zero2's phases forward, backward and
+step, and returns this rank's loss, a tensor; applied() says whether the loss scaler let it pass.
+"""
+import copy
+import types
+
+from common import T, ZERO, resolve
+
+
+class TorchLoop:
+    """kind "plain", "DDP", "DDP + ZRO" or "FSDP2", as PyTorch's documentation writes the loop."""
+
+    def __init__(self, kind, args, launch, model, clip, compiled=False, precision=None):
+        import torch
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+        from torch.nn.parallel import DistributedDataParallel
+        self.device, self.clip = launch.device, clip
+        precision = precision or args.precision
+        dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision)
+        module = copy.deepcopy(model)
+        module = module if args.hf_loss else T.define_loss(module)
+        if kind == "FSDP2":
+            shard(module, launch, dtype, compiled)
+        else:
+            module.to(self.device)
+        if kind.startswith("DDP"):
+            module = DistributedDataParallel(
+                module, device_ids=[self.device.index] if launch.on_gpu else None,
+                broadcast_buffers=False, gradient_as_bucket_view=True)
+        self.parameters = list(module.parameters())
+        self.module = torch.compile(module) if compiled and kind != "FSDP2" else module
+        config = resolve(args, launch)
+        settings = {path.rpartition(".")[2]: value for path, value in config.items()
+                    if path.startswith("optimizer.params.") and not path.endswith("torch_adam")}
+        if kind == "DDP + ZRO":
+            self.optimizer = ZeroRedundancyOptimizer(
+                self.parameters, torch.optim.AdamW, parameters_as_bucket_view=True, **settings)
+        else:
+            self.optimizer = torch.optim.AdamW(self.parameters, **settings)
+        on = dtype is not None and kind != "FSDP2"
+        self.autocast = torch.autocast(self.device.type, dtype, enabled=on)
+        self.scaler = torch.amp.GradScaler(
+            self.device.type, init_scale=2.0 ** config.get("fp16.initial_scale_power", 16),
+            enabled=precision == "fp16")
+        self.scale = self.scaler.get_scale()
+
+    def step(self, memory, ids, labels):
+        import torch
+        with memory.phase("forward"), self.autocast:
+            loss = self.module(ids, labels=labels)
+            loss = getattr(loss, "loss", loss)            # --hf-loss: lets go of the logits
+        with memory.phase("backward"):
+            self.scaler.scale(loss).backward()
+        loss = loss.detach()
+        with memory.phase("step"):
+            if self.clip:
+                self.scaler.unscale_(self.optimizer)
+                torch.nn.utils.clip_grad_norm_(self.parameters, self.clip)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad()
+        return loss
+
+    def applied(self):
+        before, self.scale = self.scale, self.scaler.get_scale()
+        return self.scale >= before                       # halved where a step was skipped
+
+    def close(self):
+        pass
+
+
+def shard(module, launch, dtype, compiled):
+    """FSDP2 over every block and the root, in place; parameters go to the device as shards."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+    # The default group; init_device_mesh can make an NCCL group of its own beside a gloo one.
+    settings = {"mesh": DeviceMesh.from_group(dist.group.WORLD, launch.device.type),
+                "mp_policy": MixedPrecisionPolicy(param_dtype=dtype),
+                "reshard_after_forward": False}
+    for block in getattr(module, "model", module).transformer.h:
+        if compiled:                                      # the hooks stay outside the graph
+            block.forward = torch.compile(block.forward)
+        fully_shard(block, **settings)
+    fully_shard(module, **settings)
+    for part in module.modules():
+        if isinstance(part, FSDPModule) and launch.backend == "gloo":
+            part.set_force_sum_reduction_for_comms(True)  # gloo has no average
+
+
+class DeepSpeedLoop:
+    """train_zero2's own code path: build_engine with its repairs, then train_step."""
+
+    def __init__(self, stage, args, launch, model, clip, compiled=False, **changes):
+        changes |= {"gradient_clipping": clip}
+        if stage:
+            changes |= {ZERO + "compute_grad_norm": bool(clip)}
+        run = T.Run(f"stage{stage}", resolve(args, launch, stage, **changes), {})
+        flags = types.SimpleNamespace(compile=compiled, seed=args.seed)
+        self.engine, self.repairs = T.build_engine(run, launch, model, flags, T.PeakMemory(launch))
+
+    def step(self, memory, ids, labels):
+        return T.train_step(self.engine, [(ids, labels)], memory, self.repairs)
+
+    def applied(self):
+        return bool(self.engine.was_step_applied())
+
+    def close(self):
+        self.engine.destroy()
