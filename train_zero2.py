@@ -134,7 +134,7 @@ def check_arguments(args, runs):
     """Refuse flags that do not go together and outputs that cannot be written, before any load."""
     if not args.checkpoint and (args.resume or args.checkpoint_every):
         raise Refused("--resume and --checkpoint-every need --checkpoint DIR")
-    if args.data and not args.data.is_file():
+    if args.data and not os.path.isfile(args.data):
         raise Refused(f"--data {args.data}: no such file")
     if args.plot and args.plot.suffix.lower() != ".png":
         raise Refused(f"--plot {args.plot}: writes PNG; end the name in .png")
@@ -149,18 +149,19 @@ def check_arguments(args, runs):
         name = f"--{flag.replace('_', '-')} {path}"
         if folder and len(runs) > 1:
             raise Refused(f"{name}: takes one run; this command makes {len(runs)}")
-        if path.exists() and path.is_dir() != folder:
-            raise Refused(f"{name}: {'not a' if folder else 'is a'} folder; name another")
-        if flag == "save" and path.is_dir() and any(path.iterdir()):
-            raise Refused(f"{name}: the folder is not empty; name a new one")
-        if not folder and not path.absolute().parent.is_dir():
-            raise Refused(f"{name}: no folder {path.parent}; create it first")
         try:
-            parent = next(p for p in (path, *path.absolute().parents) if p.is_dir())
+            if path.exists() and path.is_dir() != folder:
+                raise Refused(f"{name}: {'not a' if folder else 'is a'} folder; name another")
+            if flag == "save" and path.is_dir() and any(path.iterdir()):
+                raise Refused(f"{name}: the folder is not empty; name a new one")
+            if not folder and not path.absolute().parent.is_dir():
+                raise Refused(f"{name}: no folder {path.parent}; create it first")
+            parent = next(p for p in (path, *path.absolute().parents) if p.exists() and (
+                folder or p.is_dir()))
             with tempfile.TemporaryFile(dir=parent):
                 pass
         except OSError as error:
-            raise Refused(f"{name}: cannot write there: {error.strerror}") from None
+            raise Refused(f"{name[:200]}: cannot write there: {error.strerror}") from None
 
 
 # -------------------------------------------------------------------------- 3. configuration
@@ -239,6 +240,8 @@ def flatten(config, prefix=""):
     """Nested dict to {dotted path: value}; only known sections are descended into."""
     flat = {}
     for name, value in config.items():
+        if "." in name:                               # would pass for a key inside a section
+            raise Refused(f"{json.dumps(name[:80])}: a dot is no section; nest the key")
         if prefix + name in SECTIONS and isinstance(value, dict):
             flat |= flatten(value, prefix + name + ".")
         else:
@@ -296,7 +299,7 @@ def check_config(config, world_size):
             raise Refused(f'"{path}": takes a section {{...}}, not {json.dumps(value)[:60]}')
         if path not in CONFIG_KEYS:
             close = difflib.get_close_matches(path.rpartition(".")[2], known, 1, 0.75)
-            raise Refused(f'"{path[:80]}" is not used by this experiment; ' + (
+            raise Refused(f"{json.dumps(path[:80])} is not used by this experiment; " + (
                 f'did you mean "{known[close[0]]}"?' if close else "remove it"))
         flat[path] = check_value(path, value)
     if "optimizer.type" not in flat:
@@ -343,16 +346,16 @@ def parse_sweep(text):
     path = next((p for p in (ZERO + name, name) if p in CONFIG_KEYS), None)
     if path is None:
         close = difflib.get_close_matches(name, [p.removeprefix(ZERO) for p in CONFIG_KEYS], 1)
-        raise Refused(f"--sweep {text[:80]}: no key {name[:60]!r}; " + (
+        raise Refused(f"--sweep {text[:80]!r}: no key {name[:60]!r}; " + (
             f"did you mean {close[0]}?" if close else "README.md has the table of keys"))
     parsed = []
     for value in values.split(","):
         try:
             parsed.append((value, json.loads(value)))
-        except ValueError:
+        except (ValueError, RecursionError):
             parsed.append((value, value))                         # a bare word: cpu, none
     if not all(shown for shown, _ in parsed):
-        raise Refused(f"--sweep {text[:80]}: write KEY=V1,V2,...")
+        raise Refused(f"--sweep {text[:80]!r}: write KEY=V1,V2,...")
     return path, parsed
 
 
@@ -368,7 +371,10 @@ def plan_runs(args, world_size):
     """Read and check every config and sweep: the list of runs, in order. Raises Refused."""
     sweeps, runs = [parse_sweep(text) for text in args.sweep], []
     for path in args.config:
-        config, first = flatten(read_config(path)), len(runs)
+        try:
+            config, first = flatten(read_config(path)), len(runs)
+        except Refused as error:
+            raise Refused(f"{path}: {str(error).removeprefix(f'{path}: ')}") from None
         for values in itertools.product(*(values for _, values in sweeps)):
             swept = {key: pair for (key, _), pair in zip(sweeps, values)}
             stage = swept.get(STAGE, (None, config.get(STAGE)))[1]
@@ -439,7 +445,7 @@ def read_launch():
     """Rank and world size from what the launcher set, and the variables DeepSpeed wants.
 
     torchrun and deepspeed set RANK, WORLD_SIZE and LOCAL_RANK, mpirun OMPI_COMM_WORLD_*, srun
-    SLURM_*; else this is one process. Raises Refused where one of them is not a number.
+    SLURM_*; else this is one process. Raises Refused where they cannot be.
     """
     env = os.environ
     sources = [("RANK", "WORLD_SIZE", "LOCAL_RANK"),
@@ -452,9 +458,14 @@ def read_launch():
             probe.bind(("127.0.0.1", 0))
             env["MASTER_ADDR"], env["MASTER_PORT"] = "127.0.0.1", str(probe.getsockname()[1])
     try:
-        numbers = [int(env[name]) for name in source] if source else [0, 1, 0]
+        rank, world_size, local_rank = numbers = [
+            int(env[name]) for name in source] if source else [0, 1, 0]
+        if not 0 <= rank < world_size or local_rank < 0:
+            raise ValueError
     except ValueError:
-        raise Refused(f"{', '.join(source)}: set by a launcher, must be whole numbers") from None
+        raise Refused(f"{', '.join(source)}: {', '.join(env[name] for name in source)!r} are not a "
+                      "rank, a number of ranks above it and a local rank; unset them or use a "
+                      "launcher") from None
     env.update(zip(sources[0], map(str, numbers)))
     env.setdefault("MASTER_ADDR", "127.0.0.1")
     env.setdefault("MASTER_PORT", "29500")
@@ -550,7 +561,7 @@ def find_model(args):
     name, pretrained, why, folder = args.model or "gpt2", not args.random_weights, None, None
     out = "name a folder that save_pretrained wrote, or add --random-weights (which knows " \
           f"{', '.join(GPT2_SIZES)})"
-    hub = not Path(name).is_dir()
+    hub = not os.path.isdir(name)
     if not hub:
         folder = name
     elif not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
@@ -620,30 +631,36 @@ def define_loss(model):
     """Wrap model so that forward(ids (B, T), labels (B, T)) is the mean next-token loss, fp32.
 
     Labels of -100 are left out. Pads stand right of all real tokens, so a causal model needs no
-    attention mask. The fp32 logits never exist whole: both directions take 1024 positions at a
-    time, and the gradient overwrites the logits.
+    attention mask. The output layer is padded to a multiple of 64 tokens while it is used: 50257
+    is odd, and a matrix of odd width is multiplied six times slower (benchmarks/NOTES.md). The
+    fp32 logits never exist whole: softmax takes 1024 positions at a time, and the gradient
+    overwrites the logits.
     """
     import torch
+    from torch.nn.functional import pad
 
-    class CrossEntropy(torch.autograd.Function):
+    class OutputLoss(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, logits, labels):
-            total = torch.cat([part.float().logsumexp(-1) for part in logits.split(1024)])
-            kept = labels != IGNORED
-            target = logits.gather(1, labels.clamp(min=0)[:, None])[:, 0].float()
-            ctx.save_for_backward(logits, labels, total, kept)
-            return ((total - target) * kept).sum() / kept.sum().clamp(min=1)
+        def forward(ctx, hidden, weight, labels):
+            logits = hidden @ pad(weight, (0, 0, 0, -len(weight) % 64)).t()
+            logits[:, len(weight):] = -math.inf
+            kept, labels = labels != IGNORED, labels.clamp(min=0)[:, None]
+            ctx.save_for_backward(hidden, weight, logits, labels, kept)
+            target = torch.cat([part.log_softmax(-1, dtype=torch.float32).gather(1, label)[:, 0]
+                                for part, label in zip(logits.split(1024), labels.split(1024))])
+            return -(target * kept).sum() / kept.sum().clamp(min=1)
 
         @staticmethod
         def backward(ctx, upstream):
-            logits, labels, total, kept = ctx.saved_tensors
-            weight = upstream / kept.sum().clamp(min=1) * kept
-            for part, label, norm, w in zip(*(t.split(1024) for t in (
-                    logits, labels.clamp(min=0), total, weight))):
-                gradient = part.float().sub_(norm[:, None]).exp_()        # softmax
-                gradient.scatter_add_(1, label[:, None], -torch.ones_like(gradient[:, :1]))
-                part.copy_(gradient.mul_(w[:, None]))
-            return logits, None
+            hidden, weight, logits, labels, kept = ctx.saved_tensors
+            scale = (upstream / kept.sum().clamp(min=1) * kept)[:, None]
+            for part, label, s in zip(*(t.split(1024) for t in (logits, labels, scale))):
+                gradient = part.softmax(-1, dtype=torch.float32)
+                gradient.scatter_add_(1, label, torch.full_like(s, -1))
+                torch.mul(gradient, s, out=part)
+            hidden, weight = hidden.to(logits.dtype), weight.to(logits.dtype)     # autocast
+            return (logits @ pad(weight, (0, 0, 0, -len(weight) % 64)),
+                    (logits.t() @ hidden)[:len(weight)], None)
 
     class NextTokenLoss(torch.nn.Module):
         def __init__(self):
@@ -652,8 +669,8 @@ def define_loss(model):
 
         def forward(self, ids, labels):
             hidden = self.model.transformer(input_ids=ids, use_cache=False)[0]
-            logits = self.model.lm_head(hidden[:, :-1].flatten(0, 1))
-            return torch.compiler.disable(CrossEntropy.apply)(logits, labels[:, 1:].flatten())
+            return torch.compiler.disable(OutputLoss.apply)(
+                hidden[:, :-1].flatten(0, 1), self.model.lm_head.weight, labels[:, 1:].flatten())
 
     return NextTokenLoss()
 

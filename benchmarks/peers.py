@@ -10,7 +10,8 @@ forward), and DeepSpeed stages 0, 1 and 2 by train_zero2's own build_engine and 
     torchrun --nproc-per-node=2 benchmarks/peers.py --share-gpu --steps 5 --warm-up 3
 
 Two tables: all clip to a gradient norm of 1; nobody clips (DeepSpeed 1 and 2: compute_grad_norm
-false). A row: peak allocated by phase (MB = 1e6 bytes, each the worst rank's), median step and
+false). A row: peak allocated by phase (MB = 1e6 bytes, each the worst rank's, beyond what stood
+before the contender: cuBLAS's workspace and what earlier ones did not give back), median step and
 interquartile range (the slowest rank's time, applied steps after the warm-up), tokens/s, share of
 the matrix peak measured here, ratios to the best, largest relative difference of the loss to the
 first row's (up to the first step that only one of the two skipped: @step; ! over the tolerance).
@@ -36,7 +37,6 @@ from loops import DeepSpeedLoop, TorchLoop
 TOLERANCE = {"fp16": 1e-3, "fp32": 1e-3, "bf16": 1e-2}   # relative; bf16 keeps 8 bits
 CLIP = 1.0
 AGREE_SECONDS = 120                    # for all ranks to say how a contender ended
-LEFT_OVER_BYTES = 20e6                 # more than this left by an earlier contender is said
 
 
 def contenders(args, world_size):
@@ -99,7 +99,8 @@ def run_one(contender, clip, args, launch, model, batch):
         return record | {"error": "every step after the warm-up was skipped"}
     record["round_medians"] = [statistics.median(record["steady_seconds"])]
     if launch.on_gpu:
-        peaks = [row["peaks"] for row in rows]
+        peaks = [{phase: peak - row["floor"] for phase, peak in row["peaks"].items()}
+                 for row in rows]
         record |= {"peak_allocated_bytes_per_rank": peaks, "peak_allocated_bytes": {
             phase: max(peak[phase] for peak in peaks) for phase in peaks[0]}}
         record["peak_bytes"] = max(record["peak_allocated_bytes"].values())
@@ -214,9 +215,6 @@ def print_table(title, rows, summary):
               + f"{row['median_step_seconds'] * 1e3:>8.1f}{row['step_seconds_iqr'] * 1e3:>6.1f}"
               f"{row['median_step_seconds_ratio']:>7.2f}{row['tokens_per_second']:>10,.0f}"
               f"{row['share_of_matrix_peak']:>8.1%}{loss:>9}")
-        left = row["floor_bytes"] - min(other["floor_bytes"] for other in rows)
-        if peaks and left > LEFT_OVER_BYTES:
-            print(f"{'':<23}(its peaks hold {left / 1e6:.0f} MB left by contenders before it)")
     for s in summary:
         print(f"{'compiled' if s['compiled'] else 'eager'}, {s['measure']}: {s['deepspeed']} / "
               f"{s['peer']} = {s['ratio']:.3f}")
