@@ -28,6 +28,7 @@ import dataclasses
 import datetime
 import difflib
 import gc
+import importlib.metadata
 import io
 import itertools
 import json
@@ -52,8 +53,8 @@ from pathlib import Path
 GB, MB = 1e9, 1e6                      # decimal, as on a data sheet
 WARMUP_STEPS = 3                       # allocator and kernel caches fill; enter no verdict
 HUB_WAIT_SECONDS = 15                  # then the Hub counts as unreachable
-COLLECTIVE_TIMEOUT_SECONDS = 600       # a rank that stalls longer ends the launch
-AGREE_TIMEOUT_SECONDS = 20             # for every rank to report that a run failed
+COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)    # a rank that stalls longer ends the launch
+AGREE_TIMEOUT = datetime.timedelta(seconds=20)         # for every rank to say that a run failed
 REFUSAL_DELAY_SECONDS = 2              # a launcher that sees another rank exit kills rank 0 unheard
 LOSS_TOLERANCE = 1e-3                  # relative; a wrong optimizer step shows as 3e-2 at step 2
 LOSS_STEPS = 6                         # judged; rounding (1e-7 at step 2) reaches 1e-2 by step 20
@@ -128,6 +129,20 @@ def parse_arguments(argv):
     args = parser.parse_args(argv)
     args.config = args.config or [HERE / "ds_config_zero2.json"]
     return args
+
+
+def check_versions():
+    """Refuse packages that are missing, or older than requirements.txt says was run."""
+    for line in (HERE / "requirements.txt").read_text().split():
+        name, _, oldest = line.partition(">=")
+        try:
+            found = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            raise Refused(f"{name} is not installed: pip install -r requirements.txt") from None
+        if [*map(int, re.findall(r"\d+", found)[:3])] < [*map(int, oldest.split("."))]:
+            raise Refused(f"{name} {found} is older than {oldest}, the oldest that this was run "
+                          "with" + "; some older ones train wrongly" * (name == "deepspeed")
+                          + ": pip install -r requirements.txt")
 
 
 def check_arguments(args, runs):
@@ -493,14 +508,13 @@ def connect(launch, args):
             launch.backend = "gloo"
     elif args.share_gpu:
         launch.notices.append("--share-gpu: no GPU here; ranks share the CPU anyway.")
-    wait = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS)
     try:
         dist.init_process_group(launch.backend, rank=launch.rank, world_size=launch.world_size,
-                                timeout=wait)
+                                timeout=COLLECTIVE_TIMEOUT)
     except dist.DistNetworkError as error:
         raise RunFailed(f"port {os.environ['MASTER_PORT']} cannot be used (another launch?); give "
                         f"the launcher another --master_port: {first_line(error)}") from None
-    launch.control = dist.new_group(backend="gloo", timeout=wait)
+    launch.control = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
     if launch.on_gpu:                                             # before NCCL's first collective
         uuid = str(torch.cuda.get_device_properties(launch.device).uuid)
         devices = launch.gather((socket.gethostname(), uuid))
@@ -558,7 +572,8 @@ def find_model(args):
     Returns {"name", "folder" (None: a size known here), "hub" (whether the folder is the Hub's
     cache), "pretrained", "vocabulary" (whether the folder has it), "notice" (None or a line)}.
     """
-    name, pretrained, why, folder = args.model or "gpt2", not args.random_weights, None, None
+    name = "gpt2" if args.model is None else args.model
+    pretrained, why, folder = not args.random_weights, None, None
     out = "name a folder that save_pretrained wrote, or add --random-weights (which knows " \
           f"{', '.join(GPT2_SIZES)})"
     hub = not os.path.isdir(name)
@@ -575,7 +590,7 @@ def find_model(args):
             folder = fetch(name) if why is None else folder
     weights = has(folder, "model*.safetensors", "pytorch_model*.bin")
     vocabulary = has(folder, "tokenizer.json", "vocab.json")
-    if pretrained and not weights and args.model:
+    if pretrained and not weights and args.model is not None:
         raise Refused(f"--model {name}: cannot be loaded: "
                       f"{why or 'no weights (model.safetensors) there'}; {out}")
     if pretrained and weights and not vocabulary:
@@ -767,10 +782,12 @@ def batches(dataset, config, launch, args, start=0):
 
     Every rank gets its own samples in the same number; the order follows from seed and epoch.
     """
+    import torch
     from torch.utils.data import DataLoader, DistributedSampler
     sampler = DistributedSampler(dataset, launch.world_size, launch.rank, seed=args.seed,
                                  shuffle=args.data is not None, drop_last=True)
-    loader = DataLoader(dataset, config[MICRO], sampler=sampler, drop_last=True)
+    loader = DataLoader(dataset, config[MICRO], sampler=sampler, drop_last=True,
+                        generator=torch.Generator())  # else it draws from the one of dropout
     first, skip = divmod(start, len(loader))
     for epoch in itertools.count(first):
         sampler.set_epoch(epoch)
@@ -889,7 +906,10 @@ def synchronize(launch):
 # ------------------------------------------------------------------------------- 7. one run
 
 class StopRequest:
-    """Turns the first SIGINT or SIGTERM into a request that all ranks honour after a step."""
+    """Turns SIGINT or SIGTERM into a request that all ranks honour after a step.
+
+    A second SIGINT ends at once. A SIGTERM behind a SIGINT does not: deepspeed's launcher sends it.
+    """
 
     def __init__(self):
         self.signal, self.training = 0, False
@@ -897,9 +917,9 @@ class StopRequest:
             signal.signal(number, self.receive)
 
     def receive(self, number, frame):
-        if not self.training or self.signal:
+        if not self.training or (self.signal and number == signal.SIGINT):
             raise KeyboardInterrupt
-        self.signal = number
+        self.signal = self.signal or number
 
 
 def repair_baseline(engine, config):
@@ -949,11 +969,14 @@ def build_engine(run, launch, model, args, memory):
     """deepspeed.initialize on a copy of model; returns the engine and the repairs made."""
     import deepspeed
     import torch
+    import torch.distributed as dist
     with memory.phase("init"):
         module = define_loss(copy.deepcopy(model))
         engine, *_ = deepspeed.initialize(
             model=module, model_parameters=list(module.parameters()),
             config=unflatten(run.config | {"steps_per_print": 10 ** 9}))
+    for group in dist.distributed_c10d._world.pg_map:         # DeepSpeed leaves its own at 30 min
+        dist.distributed_c10d._set_pg_timeout(COLLECTIVE_TIMEOUT, group)
     if args.compile:
         engine.compile()
     repairs = repair_baseline(engine, run.config)
@@ -961,8 +984,8 @@ def build_engine(run, launch, model, args, memory):
     return engine, repairs
 
 
-def execute(run, launch, model, tokenizer, dataset, args, stop, on_step):
-    """Make one run; returns its record (keys: README.md), whole on rank 0.
+def execute(record, run, launch, model, tokenizer, dataset, args, stop, on_step):
+    """Make one run and fill its record (keys: README.md), whole on rank 0.
 
     Raises RunFailed for what a user can mend (out of memory, loss not finite). The engine is gone
     when it returns or raises; what stays allocated shows in the next run's floor_bytes.
@@ -972,8 +995,7 @@ def execute(run, launch, model, tokenizer, dataset, args, stop, on_step):
     if launch.on_gpu:
         torch.cuda.empty_cache()
     memory, engine, counter = PeakMemory(launch), None, None
-    record = {"name": run.name, "config": unflatten(run.config), "swept": run.swept, "steps": [],
-              "error": None, "floor_bytes": memory.read()}
+    record["floor_bytes"] = memory.read()
     try:
         check_fits(record, run, launch, model)
         engine, record["repairs"] = build_engine(run, launch, model, args, memory)
@@ -983,7 +1005,6 @@ def execute(run, launch, model, tokenizer, dataset, args, stop, on_step):
             record["saved"] = save_weights(engine, run, launch, model, tokenizer, dataset, args)
         if args.memory_snapshot and launch.on_gpu and not stop.signal:
             save_snapshot(record, run, launch, engine, dataset, args, memory)
-        return record
     except torch.OutOfMemoryError as error:
         raise RunFailed(f"rank {launch.rank}, {memory.current}: {first_line(error)} What helps: a "
                         f'smaller "{MICRO}", --seq-len or "{BUCKET}", or "offload_optimizer"'
@@ -1469,8 +1490,8 @@ def memory_saved(runs, environment):
     peak = {s: run["peak_allocated_bytes"]["steady"] for s, run in by_stage.items()}
     model = {s: run["floor_bytes"] + peak_of(run["expected_bytes"]) for s, run in by_stage.items()}
     text = (f"stage 0 {peak[0] / MB:,.0f} MB, stage 2 {peak[2] / MB:,.0f} MB: "
-            f"{1 - peak[2] / peak[0]:.1%} less (expected without activations "
-            f"{model[0] / MB:,.0f} and {model[2] / MB:,.0f}: {1 - model[2] / model[0]:.1%})")
+            f"{peak[2] / peak[0] - 1:+.1%} (expected without activations {model[0] / MB:,.0f} and "
+            f"{model[2] / MB:,.0f}: {model[2] / model[0] - 1:+.1%})")
     if 1 in peak:
         text += (f"; optimizer states (0 to 1) {(peak[0] - peak[1]) / MB:,.0f} MB, gradients (1 to "
                  f"2) {(peak[1] - peak[2]) / MB:,.0f} MB"
@@ -1505,7 +1526,9 @@ def bucket_effect(runs, environment):
             ("backward peak", *(p["backward"] for p in peaks), MB, " MB", -1,
              MEMORY_NOISE * peaks[1]["backward"], memory_unknown(environment)),
             ("step", *times, 1e-3, " ms", 1, time_noise(small, large),
-             "ranks share a GPU" if environment["share_gpu"] else "")]
+             "ranks share a GPU" if environment["share_gpu"] else
+             "no GPU: times drift from run to run" if memory_unknown(environment) else
+             "too few steps" if min(len(r["steps"]) for r in (small, large)) < 8 else "")]
         texts = []
         for label, a, b, unit, name, sign, noise, reason in parts:
             gain = (a - b) * sign
@@ -1598,8 +1621,12 @@ def project(run, environment):
 def replace_file(path, text):
     """Write a small file whole or not at all."""
     part = Path(path).with_name(Path(path).name + ".part")
-    part.write_text(text)
-    os.replace(part, path)
+    try:
+        part.write_text(text)
+        os.replace(part, path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def write_record(path, record):
@@ -1868,18 +1895,20 @@ def attempt(run, launch, model, tokenizer, dataset, args, stop):
     import torch.distributed as dist
     from tqdm import tqdm
     disable = True if launch.rank or args.steps <= 50 else None             # None: no terminal
+    record = {"name": run.name, "config": unflatten(run.config), "swept": run.swept, "steps": [],
+              "error": None}
     try:
         with tqdm(total=args.steps, disable=disable, unit="step") as bar:
-            return execute(run, launch, model, tokenizer, dataset, args, stop, lambda *seen: (
+            execute(record, run, launch, model, tokenizer, dataset, args, stop, lambda *seen: (
                 None if launch.rank else print_step(*seen, bar, args.steps, args.seq_len)))
+        return record
     except RunFailed as error:
         message = str(error)
     try:
-        dist.monitored_barrier(launch.control, datetime.timedelta(seconds=AGREE_TIMEOUT_SECONDS))
+        dist.monitored_barrier(launch.control, AGREE_TIMEOUT)
     except RuntimeError:
         raise RunFailed(message) from None
-    return {"name": run.name, "config": unflatten(run.config), "swept": run.swept, "steps": [],
-            "error": launch.gather(message)[0]}
+    return record | {"error": launch.gather(message)[0]}
 
 
 def leave(launch, message, status):
@@ -1897,6 +1926,7 @@ def main(argv=None):
     try:
         launch = read_launch()
         args = parse_arguments(argv)
+        check_versions()
         runs = plan_runs(args, launch.world_size)
         check_arguments(args, runs)
         if args.resume:

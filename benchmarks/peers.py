@@ -13,8 +13,9 @@ Two tables: all clip to a gradient norm of 1; nobody clips (DeepSpeed 1 and 2: c
 false). A row: peak allocated by phase (MB = 1e6 bytes, each the worst rank's, beyond what stood
 before the contender: cuBLAS's workspace and what earlier ones did not give back), median step and
 interquartile range (the slowest rank's time, applied steps after the warm-up), tokens/s, share of
-the matrix peak measured here, ratios to the best, largest relative difference of the loss to the
-first row's (up to the first step that only one of the two skipped: @step; ! over the tolerance).
+the matrix peak measured here, ratios to the best, largest relative difference of the loss to that
+of the plain loop or DDP over the first six steps (or up to the first step that only one of the two
+skipped: @step; ! over the tolerance).
 The last line of stdout is one JSON document; --json FILE adds every step.
 
 Same for all: weights from one seed, loss module (--hf-loss: PyTorch's contenders take
@@ -41,10 +42,9 @@ AGREE_SECONDS = 120                    # for all ranks to say how a contender en
 
 def contenders(args, world_size):
     """[(name, class, kind or stage, settings)] in the order they run, --only applied."""
-    kinds = ("plain", "FSDP2") if world_size == 1 else ("DDP", "DDP + ZRO", "FSDP2")
-    rows = [(f"{kind} {args.precision}", TorchLoop, kind, {}) for kind in kinds]
-    if args.precision == "fp16":
-        rows.append(("FSDP2 bf16", TorchLoop, "FSDP2", {"precision": "bf16"}))
+    rows = [("FSDP2 bf16", TorchLoop, "FSDP2", {"precision": "bf16"})] * (args.precision == "fp16")
+    kinds = ("FSDP2", "plain") if world_size == 1 else ("FSDP2", "DDP", "DDP + ZRO")
+    rows += [(f"{kind} {args.precision}", TorchLoop, kind, {}) for kind in kinds]
     rows.append(("DeepSpeed 0", DeepSpeedLoop, 0, {}))
     rows += [(f"DeepSpeed {stage}" + " overlap" * on, DeepSpeedLoop, stage,
               {ZERO + "overlap_comm": on}) for stage in (1, 2) for on in (False, True)]
@@ -165,6 +165,7 @@ def compare(rows, environment):
     """Add medians, ratios, share of the peak and loss difference to the rows that finished; and
     return the best DeepSpeed row over the best peer's, eager and compiled: [{...}]. Pure."""
     e, whole, found = environment, [row for row in rows if not row["error"]], []
+    first = next((r for r in whole if r["name"].startswith(("plain", "DDP"))), (whole or [None])[0])
     for row in whole:
         row["median_step_seconds"] = statistics.median(row["steady_seconds"])
         low, _, high = statistics.quantiles(row["steady_seconds"] * 2, n=4)   # of one: itself
@@ -173,10 +174,10 @@ def compare(rows, environment):
                                     / row["median_step_seconds"])
         row["share_of_matrix_peak"] = (row["tokens_per_second"] * e["flops_per_token"]
                                        / e["devices"] / e["matrix_flops"])
-        pairs = zip(row["applied"], whole[0]["applied"])
+        pairs = zip(row["applied"], first["applied"])
         row["parted_at_step"] = next((i for i, (a, b) in enumerate(pairs, 1) if a != b), None)
-        gaps = [abs(a - b) / abs(b) for a, b in zip(row["losses"], whole[0]["losses"])]
-        gaps = gaps[:row["parted_at_step"]]
+        gaps = [abs(a - b) / abs(b) for a, b in zip(row["losses"], first["losses"])]
+        gaps = gaps[:min(row["parted_at_step"] or T.LOSS_STEPS, T.LOSS_STEPS)]
         row["loss_difference"] = max(gaps) if all(gap < 1e9 for gap in gaps) else None
         tolerance = TOLERANCE["bf16" if "bf16" in row["name"] else e["precision"]]
         row["loss_agrees"] = row["loss_difference"] is not None and (
