@@ -59,6 +59,7 @@ REFUSAL_DELAY_SECONDS = 2              # a launcher that sees another rank exit 
 LOSS_TOLERANCE = 1e-3                  # relative; a wrong optimizer step shows as 3e-2 at step 2
 LOSS_STEPS = 6                         # judged; rounding (1e-7 at step 2) reaches 1e-2 by step 20
 MEMORY_NOISE = 0.01                    # relative; the same run twice differs by less on a GPU
+TIMED_STEPS = 5                        # fewer steady steps tell nothing about time
 TIME_NOISE = 0.02                      # relative, or the interquartile range where that is larger
 STAGE0_BUCKET = 500_000_000            # elements; MEMORY_OPT_ALLREDUCE_SIZE in DeepSpeed's engine
 IGNORED = -100                         # label that no loss is taken from
@@ -1528,7 +1529,8 @@ def bucket_effect(runs, environment):
             ("step", *times, 1e-3, " ms", 1, time_noise(small, large),
              "ranks share a GPU" if environment["share_gpu"] else
              "no GPU: times drift from run to run" if memory_unknown(environment) else
-             "too few steps" if min(len(r["steps"]) for r in (small, large)) < 8 else "")]
+             "too few steps" if min(sum(s["applied"] and not s["warmup"] for s in r["steps"])
+                                    for r in (small, large)) < TIMED_STEPS else "")]
         texts = []
         for label, a, b, unit, name, sign, noise, reason in parts:
             gain = (a - b) * sign
@@ -1944,8 +1946,9 @@ def main(argv=None):
         leave(launch, "train_zero2: interrupted", 130)
     except Exception as error:                                   # ours, or another rank's end
         lost = re.search(r"(?i)closed by peer|timed out|connection reset|broken pipe", str(error))
-        leave(launch, f"train_zero2: failed: rank {launch.rank} waited for a rank that stopped or "
-              f"stalled: {first_line(error)}" if lost else traceback.format_exc(), 1)
+        leave(launch, f"train_zero2: failed: rank {launch.rank} waited for a rank that stopped, or "
+              f"stalled for {COLLECTIVE_TIMEOUT.seconds} s: {first_line(error)}"
+              if lost else traceback.format_exc(), 1)
     import torch.distributed as dist
     dist.destroy_process_group()
     return status

@@ -50,6 +50,7 @@ def environment(ranks=2, kind="cuda_allocator", **more):
 def swept(key, value, **more):
     """A run of a sweep over one key of zero_optimization."""
     name = key.rpartition(".")[2]
+    more.setdefault("losses", [10 - i / 2 for i in range(10)])
     return record(f"a {name}={value:g}", swept={key: value}, **{name: value}, **more)
 
 
@@ -143,6 +144,9 @@ CASES = {
     "bucket on a shared GPU": ("bucket_effect", "PASS", ["share"],
                                [swept(BUCKET, 1e6, reductions=75, backward=1430, seconds=0.05),
                                 swept(BUCKET, 5e7, backward=1627)], {"share_gpu": True}),
+    "few steps tell no time": ("bucket_effect", "PASS", ["too few steps"],
+                               [swept(BUCKET, 1e6, **SMALL | {"seconds": 0.05}, losses=LOSSES),
+                                swept(BUCKET, 5e7, backward=1627, losses=LOSSES)], {}),
     "no bucket swept": ("bucket_effect", "NOT APPLICABLE", [], [record(), record("b")], {}),
     "bucket and overlap": ("bucket_effect", "NOT APPLICABLE", [],
                            [record(reduce_bucket_size=1e6, overlap_comm=True),
