@@ -1027,7 +1027,7 @@ def check_fits(record, run, launch, model):
     """Fail before anything is built where the GPU cannot hold even what is expected."""
     import torch
     record.update(expectations([p.numel() for p in model.parameters()], run.config,
-                               launch.world_size))
+                               launch.world_size, launch.backend == "gloo"))
     need = record["floor_bytes"] + peak_of(record["expected_bytes"])
     if launch.on_gpu:
         total = torch.cuda.get_device_properties(launch.device).total_memory
@@ -1268,12 +1268,13 @@ def partition(sizes, config, ranks):
     return size, owners
 
 
-def expected_bytes(sizes, config, ranks, rank):
+def expected_bytes(sizes, config, ranks, rank, gloo=False):
     """Bytes that one rank allocates, derived from the config; activations and logits left out.
 
     Args: sizes (elements per parameter, tied weights once, the token embedding first), config
-    (dotted), ranks, rank. Returns {"resident", "gradients", "buckets", "backward", "step"}:
-    states between steps; gradients held to the step; reduction buffers; the two phases' peaks.
+    (dotted), ranks, rank, gloo (its all-gather makes a copy on the GPU). Returns {"resident",
+    "gradients", "buckets", "backward", "step"}: states between steps; gradients held to the step;
+    reduction buffers; the two phases' peaks.
     Source: stage_1_and_2.py (setup_buckets, get_grad_norm_direct, step), unfused_optimizer.py.
     """
     low, total, embedding = precision_of(config) != "fp32", sum(sizes), sizes[0]
@@ -1292,10 +1293,15 @@ def expected_bytes(sizes, config, ranks, rank):
     buffers = b * config.get(BUCKET, 500_000_000) * config.get(ZERO + "contiguous_gradients", 1)
     buffers *= 2 if config.get(ZERO + "overlap_comm") else 1
     norm = 8 * max(mine) * config.get(ZERO + "compute_grad_norm", 1)            # in float64
-    backward = buffers + reduction_peak(sizes, owners, rank, config, b, gradients)
-    step = 0 if offload else gradients + max(norm, size * (b + 4 if low else b))
+    backward = reduction_peak(sizes, owners, rank, config, b, gradients)
+    if offload:                                       # the norm is taken as gradients leave
+        alone = embedding * b if embedding > config.get(BUCKET, 500_000_000) else 0
+        backward, step = max(backward, alone + norm), 0
+    else:
+        step = gradients + max(norm, size * (b + 4 if low else b))
     return {"resident": resident, "gradients": gradients, "buckets": buffers,
-            "backward": resident + backward + norm * offload, "step": resident + step}
+            "backward": resident + buffers + backward,
+            "step": resident + max(step, b * size * ranks * gloo)}
 
 
 def stage0_flat(sizes):
@@ -1348,9 +1354,9 @@ def reduction_peak(sizes, owners, rank, config, b, held):
     return peak
 
 
-def expectations(sizes, config, ranks):
+def expectations(sizes, config, ranks, gloo=False):
     """expected_bytes of every rank, and of the worst by figure."""
-    every = [expected_bytes(sizes, config, ranks, rank) for rank in range(ranks)]
+    every = [expected_bytes(sizes, config, ranks, rank, gloo) for rank in range(ranks)]
     return {"expected_bytes": {key: max(e[key] for e in every) for key in every[0]},
             "expected_bytes_per_rank": every}
 
@@ -1438,7 +1444,7 @@ def loss_falls(runs, environment):
         tenth = math.ceil(len(losses) / 10) if environment["data"] else 1
         if not losses:
             outcome, text = "FAIL", f"all {len(run['steps'])} steps were skipped: overflow at a " \
-                f"loss scale of {run['steps'][-1]['loss_scale']:g}; a lower one helps"
+                f"loss scale of {run['steps'][-1]['loss_scale']:g}, a lower one helps"
         elif None in losses:
             outcome, text = "FAIL", "a loss is not finite"
         elif len(losses) < 2 or run["resumed_from_step"]:
@@ -1473,7 +1479,7 @@ def loss_agrees(runs):
             text = f"within {max(judged):.0e} over {len(judged)} steps" + (
                 f" (tolerance {LOSS_TOLERANCE:g})") + (
                 f", one alone skipped step {skip}: nothing to compare from there" if skip else
-                f", {max(gaps):.0e} over all {len(gaps)} (rounding grows; not judged)"
+                f", {max(gaps):.0e} over all {len(gaps)} (rounding grows, not judged)"
                 if len(gaps) > LOSS_STEPS else "")
         details.append((outcome, run["name"], text))
     return worst_outcome([o for o, _, _ in details], NA), (
@@ -1916,6 +1922,8 @@ def attempt(run, launch, model, tokenizer, dataset, args, stop):
 def leave(launch, message, status):
     """Say message once per launch and exit: other ranks wait, so that rank 0 is heard first."""
     sys.stdout.flush()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
     if launch.rank:
         time.sleep(REFUSAL_DELAY_SECONDS)
     print(message, file=sys.stderr, flush=True)
