@@ -1745,7 +1745,7 @@ def print_comparison(record):
     if zero:
         ahead = project(zero, environment)
         print(f"\nGB expected on the worst rank with {zero['name']} in {environment['precision']}, "
-              "resident/peak; activations: "
+              "resident/peak; activations and workspace: "
               + (f"{ahead['activations_bytes'] / MB:,.0f} MB as measured here, in this model's row"
                  if ahead["activations_bytes"] else "not counted") + "; [ ]: measured here")
         table([["ranks", *map(str, ahead["ranks"])]] + [
@@ -1763,7 +1763,7 @@ def plot(path, runs, environment):
     runs = [run for run in runs if not run["error"] and run["median_step_seconds"]]
     swept = groups_by([run for run in runs if stage_of(run)], BUCKET)
     figure, (bars, curves, *rest) = pyplot.subplots(
-        1, 3 if swept else 2, figsize=(15 if swept else 11, 4.5), layout="constrained")
+        1, 3 if swept else 2, figsize=(15 if swept else 11, 5.5), layout="constrained")
     colours = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442"]
     width, phases = 0.8 / max(1, len(runs)), PHASES[1:]           # colours of Okabe and Ito
     for i, run in enumerate(runs):
@@ -1781,8 +1781,7 @@ def plot(path, runs, environment):
     bars.set(ylabel="GB on the worst rank", ylim=(0, bars.get_ylim()[1] * 1.1),
              title=f"{environment['model']}, {environment['world_size']} rank(s): peak memory")
     curves.set(title="Loss (curves lie over each other)", xlabel="step", ylabel="loss")
-    for axis in (bars, curves):
-        axis.legend(fontsize=7)
+    figure.legend(*bars.get_legend_handles_labels(), loc="outside lower left", fontsize=8, ncols=3)
     for axis in rest:
         twin = axis.twinx()
         for group, style in zip(swept, ("o-", "s--", "^:", "d-.")):
@@ -1795,7 +1794,8 @@ def plot(path, runs, environment):
         axis.set_ylabel("median step (ms)", color=colours[0])
         twin.set_ylabel("backward peak (GB)", color=colours[5])
         lines = axis.get_lines() + twin.get_lines()
-        axis.legend(lines, [line.get_label() for line in lines], fontsize=7)
+        axis.legend(lines, [line.get_label() for line in lines], fontsize=8, ncols=2,
+                    loc="upper center", bbox_to_anchor=(0.5, -0.14))
     try:
         figure.savefig(path, dpi=150)
     except OSError as error:
