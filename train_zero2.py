@@ -918,7 +918,7 @@ class StopRequest:
             signal.signal(number, self.receive)
 
     def receive(self, number, frame):
-        if not self.training or (self.signal and number == signal.SIGINT):
+        if number == signal.SIGINT if self.signal else not self.training:
             raise KeyboardInterrupt
         self.signal = self.signal or number
 
@@ -1001,16 +1001,19 @@ def execute(record, run, launch, model, tokenizer, dataset, args, stop, on_step)
         check_fits(record, run, launch, model)
         engine, record["repairs"] = build_engine(run, launch, model, args, memory)
         counter = CollectiveCounter()
-        measure(record, run, launch, engine, dataset, args, stop, on_step, memory, counter)
-        if args.save and not stop.signal:
+        whole = measure(record, run, launch, engine, dataset, args, stop, on_step, memory, counter)
+        if args.save and whole:
             record["saved"] = save_weights(engine, run, launch, model, tokenizer, dataset, args)
-        if args.memory_snapshot and launch.on_gpu and not stop.signal:
+        if args.memory_snapshot and launch.on_gpu and whole:
             save_snapshot(record, run, launch, engine, dataset, args, memory)
     except torch.OutOfMemoryError as error:
         raise RunFailed(f"rank {launch.rank}, {memory.current}: {first_line(error)} What helps: a "
                         f'smaller "{MICRO}", --seq-len or "{BUCKET}", or "offload_optimizer"'
                         ) from None
     except Exception as error:
+        if "scale already at minimum" in str(error):              # DeepSpeed's loss scaler
+            raise RunFailed("the loss scale is at its floor and gradients still overflow: a lower "
+                            "learning rate or bf16 helps") from None
         if not args.compile or not type(error).__module__.startswith("torch._"):
             raise
         raise RunFailed(f"--compile: cannot build: {first_line(error)}") from None
@@ -1037,7 +1040,10 @@ def check_fits(record, run, launch, model):
 
 
 def measure(record, run, launch, engine, dataset, args, stop, on_step, memory, counter):
-    """Train until --steps, filling record: steps, peaks by phase and rank, collectives."""
+    """Train until --steps, filling record: steps, peaks by phase and rank, collectives.
+
+    Returns whether it got there: False where a signal stopped it, on all ranks alike.
+    """
     import torch
     import torch.distributed as dist
     done = load_checkpoint(engine, launch, args) if args.resume else 0
@@ -1074,11 +1080,11 @@ def measure(record, run, launch, engine, dataset, args, stop, on_step, memory, c
             "seconds": everyone[:, 1].max().item(), "applied": applied, "loss_scale": scale,
             "warmup": warmup, "epoch": taken[-1][0]})
         on_step(record, max(overall.values()))
-        stop.signal = int(everyone[:, 2].max())
-        if args.checkpoint and (stop.signal or step == args.steps or (
+        stopped = bool(everyone[:, 2].any())
+        if args.checkpoint and (stopped or step == args.steps or (
                 args.checkpoint_every and step % args.checkpoint_every == 0)):
             save_checkpoint(engine, launch, run, args, step)
-        if stop.signal:
+        if stopped:
             break
         if not scaled and not math.isfinite(mean):
             raise RunFailed(f"step {step}: the loss is not finite; a lower learning rate helps")
@@ -1091,6 +1097,7 @@ def measure(record, run, launch, engine, dataset, args, stop, on_step, memory, c
         "device_used": device_used(launch) if launch.on_gpu else None, "padding": pads})
     record.update(summarize(record["steps"], rows, run.config, args.seq_len),
                   collectives=collectives)
+    return not stopped
 
 
 def summarize(steps, rows, config, seq_len):
@@ -1880,7 +1887,8 @@ def train(args, runs, launch, stop):
             print(f"failed: {done['error']}") if done["error"] else print_run(done, environment)
             if args.json:
                 write_record(args.json, record)
-        if stop.signal:
+        stopped = any(launch.gather(stop.signal))
+        if stopped:
             break
     if first:
         record["verdicts"] = compare(record["runs"], environment)
@@ -1892,7 +1900,8 @@ def train(args, runs, launch, stop):
             plot(args.plot, record["runs"], environment)
     failed = any(run["error"] for run in record["runs"]) or any(
         verdict["outcome"] == "FAIL" for verdict in record["verdicts"])
-    return 128 + signal.SIGINT if stop.signal else int(launch.gather(failed)[0])
+    failed = launch.gather(failed)[0]                 # nobody leaves before rank 0 has reported
+    return 128 + signal.SIGINT if stopped else int(failed)
 
 
 def attempt(run, launch, model, tokenizer, dataset, args, stop):

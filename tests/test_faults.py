@@ -2,6 +2,7 @@
 
 Every launch ends by itself, says why, leaves no process behind, and what was finished is on disk.
 """
+import dataclasses
 import os
 import signal
 import socket
@@ -15,7 +16,8 @@ RUNS = ("--random-weights", "--steps", 4, "--sweep", "stage=0,2")
 
 
 def finish(launched, timeout=60):
-    """Wait; no process may be left a moment later."""
+    """Wait; no process may be left a moment later. The result is as of then: a launcher that gets
+    SIGTERM itself ends before its ranks do."""
     result = launched.wait(timeout)
     end = time.monotonic() + 15
     while launched.processes() and time.monotonic() < end:
@@ -23,7 +25,7 @@ def finish(launched, timeout=60):
     left = [" ".join(process.cmdline()) for process in launched.processes()]
     launched.end()
     assert left == []
-    return result
+    return dataclasses.replace(launched.wait(), rc=result.rc, seconds=result.seconds)
 
 
 def start(folder, model, *arguments, **options):
@@ -184,6 +186,15 @@ def test_a_loss_that_is_not_finite_stops_with_an_explanation(tmp_path, small):
     bad = result.record["runs"][1]
     assert "step 2" in bad["error"] and "not finite" in bad["error"]
     assert bad["error"] in result.out and "Traceback" not in result.err
+
+
+def test_a_loss_scale_at_its_floor_stops_with_an_explanation(tmp_path, small):
+    path = config(tmp_path, lr=900, fp16={"enabled": True, "initial_scale_power": 0})
+    result = launch(tmp_path, "--config", path, "--model", small, "--random-weights", "--steps", 8,
+                    ok=False, patch="fp16")
+    [run] = result.record["runs"]
+    assert result.rc == 1 and len(run["steps"]) < 8 and "at its floor" in run["error"]
+    assert run["error"] in result.out and "Traceback" not in result.err
 
 
 def test_always_overflow_marks_every_step_and_draws_nothing(tmp_path, small):
