@@ -27,6 +27,7 @@ import copy
 import dataclasses
 import datetime
 import difflib
+import errno
 import gc
 import importlib.metadata
 import io
@@ -134,7 +135,8 @@ def parse_arguments(argv):
 
 def check_versions():
     """Refuse packages that are missing, or older than requirements.txt says was run."""
-    for line in (HERE / "requirements.txt").read_text().split():
+    listed = HERE / "requirements.txt"
+    for line in listed.read_text().split() if listed.exists() else []:
         name, _, oldest = line.partition(">=")
         try:
             found = importlib.metadata.version(name)
@@ -152,12 +154,23 @@ def check_arguments(args, runs):
         raise Refused("--resume and --checkpoint-every need --checkpoint DIR")
     if args.data and not os.path.isfile(args.data):
         raise Refused(f"--data {args.data}: no such file")
+    if args.precision != "auto" and any(f"{p}.enabled" in run.swept for run in runs
+                                        for p in ("fp16", "bf16")):
+        raise Refused("--precision and a sweep over a precision: choose one of them")
     if args.plot and args.plot.suffix.lower() != ".png":
         raise Refused(f"--plot {args.plot}: writes PNG; end the name in .png")
     if args.compile and not any(map(shutil.which, ("cc", "gcc", "g++", "clang"))):
         raise Refused("--compile: needs a C++ compiler, and none is on the PATH")
     if not args.compile and any(run.config.get("compile.deepcompile") for run in runs):
         raise Refused('"compile.deepcompile": true needs --compile')
+    known = Path(args.model or "") / "config.json"
+    with contextlib.suppress(OSError, ValueError, AttributeError):        # checked when loaded
+        positions = json.loads(known.read_text()).get("n_positions") if known.is_file() else 1024
+        if type(positions) is int and args.seq_len > positions:
+            raise Refused(f"--seq-len {args.seq_len}: the model has {positions} positions; use "
+                          "fewer")
+    used = {os.path.realpath(path): "--config" for path in args.config}
+    used |= {os.path.realpath(args.data): "--data"} if args.data else {}
     for flag in ("json", "plot", "memory_snapshot", "save", "checkpoint"):
         path, folder = getattr(args, flag), flag in ("save", "checkpoint")
         if path is None:
@@ -165,11 +178,18 @@ def check_arguments(args, runs):
         name = f"--{flag.replace('_', '-')} {path}"
         if folder and len(runs) > 1:
             raise Refused(f"{name}: takes one run; this command makes {len(runs)}")
+        taken = used.setdefault(os.path.realpath(path), name)
+        if taken is not name:
+            raise Refused(f"{name}: the same as {taken}, which it would overwrite; name another")
         try:
+            if path.exists() and not path.is_dir() and not path.is_file():
+                raise Refused(f"{name}: is no regular file; name another")
             if path.exists() and path.is_dir() != folder:
                 raise Refused(f"{name}: {'not a' if folder else 'is a'} folder; name another")
             if flag == "save" and path.is_dir() and any(path.iterdir()):
                 raise Refused(f"{name}: the folder is not empty; name a new one")
+            if flag == "checkpoint" and (path / "latest").exists() and not args.resume:
+                raise Refused(f"{name}: holds a checkpoint; add --resume, or name a new folder")
             if not folder and not path.absolute().parent.is_dir():
                 raise Refused(f"{name}: no folder {path.parent}; create it first")
             parent = next(p for p in (path, *path.absolute().parents) if p.exists() and (
@@ -194,7 +214,8 @@ class Key:
         if self.choices:
             return "one of " + ", ".join(json.dumps(c) for c in self.choices)
         noun = {int: "a whole number", float: "a number", list: "two numbers"}.get(self.kind)
-        return f"{noun} from {self.low:g} to {self.high:g}" if noun else "true or false"
+        bounds = f"{noun} from {self.low:g} to {self.high:g}".replace("e+", "e")
+        return bounds if noun else "true or false"
 
 
 ZERO = "zero_optimization."
@@ -224,31 +245,33 @@ SECTIONS = {path[:dot.start()] for path in CONFIG_KEYS for dot in re.finditer(r"
 
 
 def read_config(path):
-    """Parse one JSON file into a dict. Raises Refused with line and column, or the byte offset."""
+    """Parse one JSON file into a dict. Raises Refused with line and column, or the byte offset,
+    but without the file's name.
+    """
     def unique(pairs):
         names = [name for name, _ in pairs]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            raise Refused(f"{path}: {json.dumps(twice)} stands twice in one section; remove one")
+            raise Refused(f"{json.dumps(twice)} stands twice in one section; remove one")
         return dict(pairs)
 
     def no_constant(text):
-        raise Refused(f"{path}: {text} is not JSON; write a finite number")
+        raise Refused(f"{text} is not JSON; write a finite number")
 
     try:
         text = path.read_bytes().decode("utf-8-sig")
         config = json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
     except OSError as error:
-        raise Refused(f"--config {path}: cannot be read: {error.strerror}") from None
+        raise Refused(f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise Refused(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
+        raise Refused(f"not UTF-8 at byte {error.start}; save it as UTF-8") from None
     except json.JSONDecodeError as error:
-        raise Refused(f"{path}, line {error.lineno}, column {error.colno}: not JSON: {error.msg} "
+        raise Refused(f"line {error.lineno}, column {error.colno}: not JSON: {error.msg} "
                       "(JSON has no comments and no trailing commas)") from None
     except (ValueError, RecursionError) as error:      # a number of 5,000 digits, 10,000 brackets
-        raise Refused(f"{path}: not usable JSON: {str(error)[:60]}; write it plainly") from None
+        raise Refused(f"not usable JSON: {str(error)[:60]}; write it plainly") from None
     if not isinstance(config, dict):
-        raise Refused(f"{path}: must hold one JSON object {{...}}, not a {type(config).__name__}")
+        raise Refused(f"must hold one JSON object {{...}}, not a {type(config).__name__}")
     return config
 
 
@@ -299,6 +322,10 @@ def check_value(path, value):
         with contextlib.suppress(ValueError, RecursionError, Refused):
             check_value(path, json.loads(value))
             fix += f": {value}, not {shown}"
+    elif spec.kind is int and type(value) is float and spec.low <= value <= spec.high:
+        fix += f": {round(value)}"
+    elif path in (BUCKET, ALLGATHER):
+        fix += "; 5e7 is usual"
     raise Refused(f'"{path}": {shown} cannot be used; {fix}')
 
 
@@ -386,11 +413,13 @@ class Run:
 def plan_runs(args, world_size):
     """Read and check every config and sweep: the list of runs, in order. Raises Refused."""
     sweeps, runs = [parse_sweep(text) for text in args.sweep], []
+    if len({key for key, _ in sweeps}) < len(sweeps):
+        raise Refused("--sweep: the same key twice; give all its values in one")
     for path in args.config:
         try:
             config, first = flatten(read_config(path)), len(runs)
         except Refused as error:
-            raise Refused(f"{path}: {str(error).removeprefix(f'{path}: ')}") from None
+            raise Refused(f"--config {path}: {error}") from None
         for values in itertools.product(*(values for _, values in sweeps)):
             swept = {key: pair for (key, _), pair in zip(sweeps, values)}
             stage = swept.get(STAGE, (None, config.get(STAGE)))[1]
@@ -400,7 +429,7 @@ def plan_runs(args, world_size):
                 resolved = check_config(unflatten(
                     config | {key: value for key, (_, value) in swept.items()}), world_size)
             except Refused as error:
-                raise Refused(f"{path}: {error}") from None
+                raise Refused(f"--config {path}: {error}") from None
             if args.precision != "auto":
                 resolved |= {f"{p}.enabled": args.precision == p for p in ("fp16", "bf16")}
             name = " ".join([path.stem] + [f"{key.removeprefix(ZERO)}={shown}"
@@ -512,9 +541,10 @@ def connect(launch, args):
     try:
         dist.init_process_group(launch.backend, rank=launch.rank, world_size=launch.world_size,
                                 timeout=COLLECTIVE_TIMEOUT)
-    except dist.DistNetworkError as error:
-        raise RunFailed(f"port {os.environ['MASTER_PORT']} cannot be used (another launch?); give "
-                        f"the launcher another --master_port: {first_line(error)}") from None
+    except (dist.DistNetworkError, ValueError) as error:
+        raise RunFailed(f"MASTER_ADDR {os.environ['MASTER_ADDR']}, MASTER_PORT "
+                        f"{os.environ['MASTER_PORT']} cannot be used (another launch?); give the "
+                        f"launcher another --master_port: {first_line(error)}") from None
     launch.control = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
     if launch.on_gpu:                                             # before NCCL's first collective
         uuid = str(torch.cuda.get_device_properties(launch.device).uuid)
@@ -577,7 +607,7 @@ def find_model(args):
     pretrained, why, folder = not args.random_weights, None, None
     out = "name a folder that save_pretrained wrote, or add --random-weights (which knows " \
           f"{', '.join(GPT2_SIZES)})"
-    hub = not os.path.isdir(name)
+    hub = args.model is None or not os.path.isdir(name)   # the default never means a folder
     if not hub:
         folder = name
     elif not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
@@ -599,7 +629,7 @@ def find_model(args):
                       "tokens would mean nothing to them; add it, or --random-weights")
     folder = folder if has(folder, "config.json") else None
     if folder is None and name not in GPT2_SIZES:
-        raise Refused(f"--model {name}: no config.json; {why or ''} {out}")
+        raise Refused(f"--model {name}: no config.json ({why or 'none there'}); {out}")
     return {"name": name, "folder": folder, "hub": hub and folder is not None,
             "pretrained": pretrained and weights, "vocabulary": vocabulary,
             "notice": None if weights or not pretrained else
@@ -608,11 +638,18 @@ def find_model(args):
 
 
 def load_tokenizer(found):
-    """The model's tokenizer, or GPT-2's with 256 byte tokens where no vocabulary is at hand."""
+    """The model's tokenizer, or GPT-2's with 256 byte tokens where no vocabulary is at hand.
+
+    Raises Refused where the folder's cannot be read.
+    """
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers import AutoTokenizer, GPT2Tokenizer
     if found["vocabulary"]:
-        tokenizer = AutoTokenizer.from_pretrained(found["folder"], local_files_only=True)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(found["folder"], local_files_only=True)
+        except Exception as error:                    # whatever a broken folder makes it raise
+            raise Refused(f"--model {found['name']}: its vocabulary cannot be loaded: "
+                          f"{first_line(error)}") from None
     else:
         symbols = [*sorted(ByteLevel.alphabet()), "<|endoftext|>"]
         tokenizer = GPT2Tokenizer(vocab={s: i for i, s in enumerate(symbols)}, merges=[])
@@ -632,13 +669,19 @@ def load_model(found, seed):
             config = GPT2Config(n_embd=width, n_layer=layers, n_head=heads)
         if config.model_type != "gpt2":
             raise ValueError(f"is a {config.model_type}; this experiment trains GPT-2")
+        if not config.tie_word_embeddings:
+            raise ValueError("its output layer is not tied to the embedding, as GPT-2's is")
         if config.activation_function == "gelu_new":
             config.activation_function = "gelu_pytorch_tanh"   # the same function in one kernel
         torch.manual_seed(seed)
         if not found["pretrained"]:
             return GPT2LMHeadModel(config)
-        return GPT2LMHeadModel.from_pretrained(found["folder"], config=config,
-                                               dtype=torch.float32, local_files_only=True)
+        model, seen = GPT2LMHeadModel.from_pretrained(
+            found["folder"], config=config, dtype=torch.float32, local_files_only=True,
+            output_loading_info=True)
+        if seen["missing_keys"]:
+            raise ValueError(f"weights are missing, such as {sorted(seen['missing_keys'])[0]}")
+        return model
     except Exception as error:                        # whatever a broken folder makes them raise
         raise Refused(f"--model {found['name']}: cannot be loaded: {first_line(error)}") from None
 
@@ -812,13 +855,16 @@ class PeakMemory:
         import torch
         self.cuda = torch.cuda if launch.on_gpu else None
         self.process, self.device = psutil.Process(), launch.device
-        self.current, self.peaks = "start", {}
+        self.current, self.peaks, self.reserved = "start", {}, 0
 
-    def read(self, kind="allocated_bytes", when="current"):
+    def read(self, when="current"):
         if self.cuda is None:
             return self.process.memory_info().rss
         stats = self.cuda.memory_stats_as_nested_dict(self.device)
-        return stats[kind]["all"][when] if stats else 0
+        if not stats:
+            return 0
+        self.reserved = max(self.reserved, stats["reserved_bytes"]["all"]["peak"])
+        return stats["allocated_bytes"]["all"][when]
 
     @contextlib.contextmanager
     def phase(self, name):
@@ -826,7 +872,7 @@ class PeakMemory:
         if self.cuda is not None:
             self.cuda.reset_peak_memory_stats(self.device)
         yield
-        self.peaks[name] = max(self.peaks.get(name, 0), self.read(when="peak"))
+        self.peaks[name] = max(self.peaks.get(name, 0), self.read("peak"))
 
     def take(self):
         peaks, self.peaks = self.peaks, {}
@@ -1046,7 +1092,7 @@ def measure(record, run, launch, engine, dataset, args, stop, on_step, memory, c
     """
     import torch
     import torch.distributed as dist
-    done = load_checkpoint(engine, launch, args) if args.resume else 0
+    done = load_checkpoint(engine, run, launch, args) if args.resume else 0
     feed = batches(dataset, run.config, launch, args, done * run.config[ACCUMULATION])
     scaled, started = precision_of(run.config) == "fp16", False
     overall, steady, resident, collectives = memory.take(), {}, None, {}
@@ -1084,6 +1130,7 @@ def measure(record, run, launch, engine, dataset, args, stop, on_step, memory, c
         if args.checkpoint and (stopped or step == args.steps or (
                 args.checkpoint_every and step % args.checkpoint_every == 0)):
             save_checkpoint(engine, launch, run, args, step)
+            counter.take()                                    # DeepSpeed compares the tag's digest
         if stopped:
             break
         if not scaled and not math.isfinite(mean):
@@ -1093,10 +1140,10 @@ def measure(record, run, launch, engine, dataset, args, stop, on_step, memory, c
     rows = launch.gather({
         **{phase: steady.get(phase) for phase in PHASES[1:]}, "init": overall["init"],
         "steady": max(steady.values(), default=None), "overall": max(overall.values()),
-        "resident": resident, "reserved": memory.read("reserved_bytes"),
+        "resident": resident, "reserved": memory.reserved or memory.read(),
         "device_used": device_used(launch) if launch.on_gpu else None, "padding": pads})
     record.update(summarize(record["steps"], rows, run.config, args.seq_len),
-                  collectives=collectives)
+                  collectives=collectives, interrupted=stopped)
     return not stopped
 
 
@@ -1107,7 +1154,8 @@ def summarize(steps, rows, config, seq_len):
 
     seconds = [s["seconds"] for s in steps if s["applied"] and not s["warmup"]]
     median = statistics.median(seconds) if seconds else None
-    quarters = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [0, 0, 0]
+    quarters = statistics.quantiles(seconds, n=4, method="inclusive") if len(
+        seconds) > 1 else [0, 0, 0]
     tokens = config["train_batch_size"] * seq_len
     return {
         "skipped_steps": sum(not s["applied"] for s in steps), "median_step_seconds": median,
@@ -1136,9 +1184,11 @@ def save_snapshot(record, run, launch, engine, dataset, args, memory):
 
 def identity(run, args, world_size):
     """What a checkpoint and the run that goes on from it must have in common."""
-    return {"world_size": world_size, "stage": run.config[STAGE], "seed": args.seed,
-            "train_batch_size": run.config["train_batch_size"], "model": args.model or "gpt2",
-            "seq_len": args.seq_len, "data_bytes": args.data and args.data.stat().st_size}
+    settings = {key: value for key, value in run.config.items() if key == ACCUMULATION
+                or key.startswith(("train_batch", "gradient_clip", "optimizer."))}
+    return {"world_size": world_size, "stage": run.config[STAGE], "model": args.model or "gpt2",
+            "seq_len": args.seq_len, "seed": args.seed, "settings": settings,
+            "data_bytes": args.data and args.data.stat().st_size}
 
 
 def check_resume(run, args, world_size):
@@ -1146,7 +1196,8 @@ def check_resume(run, args, world_size):
     try:
         tag = (args.checkpoint / "latest").read_text().strip()
         saved = json.loads((args.checkpoint / tag / "train_zero2.json").read_text())
-    except (OSError, ValueError):
+        saved["step"], saved["settings"]["optimizer.type"]
+    except (OSError, ValueError, TypeError, KeyError):
         raise Refused(f"--resume: no whole checkpoint in {args.checkpoint}; start without "
                       "--resume") from None
     now, folder = identity(run, args, world_size), args.checkpoint / tag
@@ -1181,11 +1232,12 @@ def save_checkpoint(engine, launch, run, args, step):
         torch.save(state, folder / tag / f"random_rank{launch.rank}.pt")
         launch.gather()                                       # every rank's part is on disk
         if launch.rank == 0:
-            saved = identity(run, args, launch.world_size) | {"step": step}
+            saved = identity(run, args, launch.world_size) | {
+                "step": step, "precision": precision_of(run.config)}
             (folder / tag / "train_zero2.json").write_text(json.dumps(saved))
             replace_file(folder / "latest", tag)
             for old in folder.glob("step*"):
-                if old.name != tag:
+                if old.name != tag and (old / "train_zero2.json").exists():
                     shutil.rmtree(old)
         launch.gather()
     except (OSError, RuntimeError) as error:
@@ -1193,22 +1245,29 @@ def save_checkpoint(engine, launch, run, args, step):
                         "before it is whole") from None
 
 
-def load_checkpoint(engine, launch, args):
+def load_checkpoint(engine, run, launch, args):
     """Load what `latest` names into the engine; returns the number of steps done."""
     import torch
     tag = (args.checkpoint / "latest").read_text().strip()
-    step = json.loads((args.checkpoint / tag / "train_zero2.json").read_text())["step"]
-    universal = engine.load_universal_checkpoint()
-    path, _ = engine.load_checkpoint(str(args.checkpoint), tag=tag + "_universal" * universal)
+    saved = json.loads((args.checkpoint / tag / "train_zero2.json").read_text())
+    if saved["precision"] != precision_of(run.config):
+        raise RunFailed(f"--resume: the checkpoint is in {saved['precision']}, this run in "
+                        f"{precision_of(run.config)}")
+    name, random = tag + "_universal" * engine.load_universal_checkpoint(), (
+        args.checkpoint / tag / f"random_rank{launch.rank}.pt")
+    try:
+        path, _ = engine.load_checkpoint(str(args.checkpoint), tag=name)
+        state = torch.load(random, weights_only=True) if random.exists() else None
+    except Exception as error:                                    # whatever damage makes it raise
+        raise RunFailed(f"--resume: {args.checkpoint / name} cannot be loaded: "
+                        f"{first_line(error)}") from None
     if path is None:
-        raise RunFailed(f"--resume: {args.checkpoint / tag} could not be loaded")
-    random = args.checkpoint / tag / f"random_rank{launch.rank}.pt"
-    if random.exists():
-        state = torch.load(random, weights_only=True)
+        raise RunFailed(f"--resume: {args.checkpoint / name} cannot be loaded")
+    if state:
         torch.set_rng_state(state["cpu"])
         if launch.on_gpu and "cuda" in state:
             torch.cuda.set_rng_state(state["cuda"], launch.device)
-    return step
+    return saved["step"]
 
 
 def save_weights(engine, run, launch, model, tokenizer, dataset, args):
@@ -1286,12 +1345,13 @@ def expected_bytes(sizes, config, ranks, rank, gloo=False):
     """
     low, total, embedding = precision_of(config) != "fp32", sum(sizes), sizes[0]
     b = 2 if low else 4                                           # bytes of a weight, a gradient
+    unfused = 0 if config.get("optimizer.params.fused") else 4    # AdamW's square root, in fp32
     if config[STAGE] == 0:
         resident, gradients = (b + (12 if low else 8)) * total, b * total
         flat = b * stage0_flat(sizes)
         return {"resident": resident, "gradients": gradients, "buckets": flat,
                 "backward": resident + gradients + max(flat, 2 * embedding * b),
-                "step": resident + gradients + (4 * total if low else 0)}
+                "step": resident + gradients + ((4 if low else 0) + unfused) * total}
     size, owners = partition(sizes, config, ranks)
     mine = [owner.get(rank, 0) for owner in owners]
     offload = config.get(ZERO + "offload_optimizer.device") == "cpu"
@@ -1305,7 +1365,7 @@ def expected_bytes(sizes, config, ranks, rank, gloo=False):
         alone = embedding * b if embedding > config.get(BUCKET, 500_000_000) else 0
         backward, step = max(backward, alone + norm), 0
     else:
-        step = gradients + max(norm, size * (b + 4 if low else b))
+        step = gradients + max(norm, size * ((b + 4 if low else b) + unfused))
     return {"resident": resident, "gradients": gradients, "buckets": buffers,
             "backward": resident + buffers + backward,
             "step": resident + max(step, b * size * ranks * gloo)}
@@ -1326,24 +1386,29 @@ def reduction_peak(sizes, owners, rank, config, b, held):
     Follows reduce_independent_p_g_buckets_and_remove_grads: gradients come last parameter first;
     each is copied into the bucket and freed (a larger one stays and is reduced in place); a full
     bucket is reduced, through a flat copy where it belongs to several ranks; a rank's own
-    gradients move to a buffer of held bytes, allocated with the first of them. The tied embedding's
-    gradient is alive from the start (lm_head's part), three times while the lookup's part is
-    added. At stage 1 without overlap_comm all wait for the end, then go first parameter first.
+    gradients move to a buffer of held bytes, allocated with the first of them. Without
+    contiguous_gradients there is no bucket to copy into: gradients stay, always through a flat
+    copy. The tied embedding's gradient is alive from the start (lm_head's part), three times while
+    the lookup's part is added. At stage 1 without overlap_comm all wait for the end, then go first
+    parameter first.
     """
     bucket, embedding = config.get(BUCKET, 500_000_000), sizes[0] * b
     late = config[STAGE] == 1 and not config.get(ZERO + "overlap_comm")
     live, peak = (sum(sizes) * b, (sum(sizes) + 2 * sizes[0]) * b) if late else (embedding, 0)
-    held *= min(2, config[ACCUMULATION])
-    filled, reducing, large, owned = 0, set(), 0, False
+    held *= 1 if late else min(2, config[ACCUMULATION])
+    copied = config.get(ZERO + "contiguous_gradients", True)
+    scattered = config.get(ZERO + "reduce_scatter", True)
+    filled, reducing, waiting, owned = 0, set(), 0, False
 
     def reduce_bucket():
-        nonlocal live, peak, filled, large, owned
-        peak = max(peak, live + (filled * b if len(reducing) > 1 else 0))
-        if rank in reducing and not owned:
+        nonlocal live, peak, filled, waiting, owned
+        flat = filled * b if (len(reducing) > 1 and scattered) or not copied else 0
+        peak = max(peak, live + flat)
+        if rank in reducing and not owned and copied:
             live, owned = live + held, True
             peak = max(peak, live)
-        live -= large if config[STAGE] == 2 or rank in reducing else 0
-        filled = large = 0
+        live -= waiting if config[STAGE] == 2 or rank in reducing else 0
+        filled = waiting = 0
         reducing.clear()
 
     for i in range(len(sizes)) if late else reversed(range(len(sizes))):
@@ -1353,8 +1418,12 @@ def reduction_peak(sizes, owners, rank, config, b, held):
             peak = max(peak, live if i else live + 2 * embedding)
         if filled and filled + sizes[i] > bucket:
             reduce_bucket()
-        large = gradient if sizes[i] > bucket else 0
-        live -= gradient - large
+        if not copied:
+            waiting += 0 if rank in owners[i] else gradient       # a rank's own stay where they are
+        elif sizes[i] > bucket:
+            waiting = gradient
+        else:
+            live -= gradient
         filled += sizes[i]
         reducing.update(owners[i])
     reduce_bucket()
@@ -1375,7 +1444,8 @@ def peak_of(expected):
 def foresee(runs, sizes, ranks, on_gpu):
     """Lines to say before the first run: where ZeRO cannot help, as far as the model tells."""
     notes = ["one rank: nothing is partitioned, stages 1 and 2 only add buffers."] if (
-        ranks == 1 and any(run.config[STAGE] for run in runs)) else []
+        ranks == 1 and any(run.config[STAGE] and ZERO + "offload_optimizer.device" not in run.config
+                           for run in runs)) else []
     for run in runs if ranks > 1 and on_gpu else []:
         zero, plain = (peak_of(expectations(sizes, config, ranks)["expected_bytes"])
                        for config in (run.config, run.config | {
@@ -1385,6 +1455,11 @@ def foresee(runs, sizes, ranks, on_gpu):
                          f"expected, {plain / MB:,.0f} at stage 0; a smaller reduce_bucket_size "
                          "helps.")
     return notes
+
+
+def outside_zero(run):
+    """The part of a run's config that decides how it trains: all but zero_optimization."""
+    return {k: v for k, v in flatten(run["config"]).items() if ZERO not in k}
 
 
 def stage_of(run):
@@ -1400,6 +1475,10 @@ def reductions(run):
 def time_noise(*runs):
     """Seconds under which two medians count as equal."""
     return max(max(TIME_NOISE * r["median_step_seconds"], r["step_seconds_iqr"]) for r in runs)
+
+
+def timed_steps(run):
+    return sum(s["applied"] and not s["warmup"] for s in run["steps"])
 
 
 def same_peak(a, b):
@@ -1454,8 +1533,8 @@ def loss_falls(runs, environment):
                 f"loss scale of {run['steps'][-1]['loss_scale']:g}, a lower one helps"
         elif None in losses:
             outcome, text = "FAIL", "a loss is not finite"
-        elif len(losses) < 2 or run["resumed_from_step"]:
-            outcome, text = NA, "resumed" if run["resumed_from_step"] else "one applied step"
+        elif len(losses) < 2 or run["resumed_from_step"] or (environment["data"] and tenth < 3):
+            outcome, text = NA, "resumed" if run["resumed_from_step"] else "too few applied steps"
         else:
             last = losses[-tenth:] if environment["data"] else losses[:4][-1:]
             first, last = statistics.mean(losses[:tenth]), statistics.mean(last)
@@ -1470,16 +1549,20 @@ def loss_agrees(runs):
     """Every run's losses equal the first's over LOSS_STEPS, or until one alone skips a step."""
     details = []
     for run in runs[1:]:
-        ours, theirs = ({k: v for k, v in flatten(r["config"]).items() if ZERO not in k}
-                        for r in (run, runs[0]))
+        ours, theirs = outside_zero(run), outside_zero(runs[0])
         other = next((k for k in {**ours, **theirs} if ours.get(k) != theirs.get(k)), None)
         pairs = list(zip(run["steps"], runs[0]["steps"]))
         skip = next((a["step"] for a, b in pairs if a["applied"] != b["applied"]), None)
         gaps = [abs(a["loss"] - b["loss"]) / abs(b["loss"]) for a, b in pairs
                 if a["loss"] is not None and b["loss"] and (skip is None or a["step"] <= skip)]
         judged = gaps[:LOSS_STEPS]
-        if other or not gaps:
-            outcome, text = NA, f"trains otherwise: {other}" if other else "no finite losses"
+        alone = next((a["step"] for a, b in pairs if (a["loss"] is None) != (b["loss"] is None)), 0)
+        if other:
+            outcome, text = NA, f"trains otherwise: {other}"
+        elif alone:
+            outcome, text = "FAIL", f"only one of them is not finite at step {alone}"
+        elif not any(a["applied"] for a, _ in pairs[:len(judged) - 1]):
+            outcome, text = NA, "no loss after an applied step to compare"
         else:
             early = skip is not None and len(gaps) < LOSS_STEPS
             outcome = "FAIL" if max(judged) > LOSS_TOLERANCE else NA if early else "PASS"
@@ -1495,10 +1578,13 @@ def loss_agrees(runs):
 
 def memory_saved(runs, environment):
     """Stage 2's peak below stage 0's, expected beside measured, by optimizer and gradients."""
+    runs = [run for run in runs if outside_zero(run) == outside_zero(runs[0])
+            and ZERO + "offload_optimizer.device" not in flatten(run["config"])]
     by_stage = {stage_of(run): run for run in reversed(runs)}     # the first of each stage
     reason = memory_unknown(environment) or (
         "one rank: nothing is partitioned" if environment["world_size"] == 1 else
-        "" if {0, 2} <= {*by_stage} else "needs a run at stage 0 and one at stage 2")
+        "" if {0, 2} <= {*by_stage} else "needs a run at stage 0 and one at stage 2 that train "
+        "alike, without offload")
     if reason:
         return NA, reason
     peak = {s: run["peak_allocated_bytes"]["steady"] for s, run in by_stage.items()}
@@ -1521,6 +1607,7 @@ def groups_by(runs, key):
     for run in runs:
         flat = flatten(run["config"])
         value = flat.pop(key, None)
+        flat.pop("train_batch_size", None)                        # follows from the other two
         if value is not None:
             groups.setdefault(json.dumps(flat, sort_keys=True), []).append((value, run))
     return [sorted(group, key=lambda pair: pair[0]) for group in groups.values()
@@ -1542,8 +1629,7 @@ def bucket_effect(runs, environment):
             ("step", *times, 1e-3, " ms", 1, time_noise(small, large),
              "ranks share a GPU" if environment["share_gpu"] else
              "no GPU: times drift from run to run" if memory_unknown(environment) else
-             "too few steps" if min(sum(s["applied"] and not s["warmup"] for s in r["steps"])
-                                    for r in (small, large)) < TIMED_STEPS else "")]
+             "too few steps" if min(map(timed_steps, (small, large))) < TIMED_STEPS else "")]
         texts = []
         for label, a, b, unit, name, sign, noise, reason in parts:
             gain = (a - b) * sign
@@ -1573,32 +1659,37 @@ def knob_without_effect(runs, environment):
         for group in groups_by(runs, key):
             first = group[0][1]
             moved = [what for what, moved in (
+                ("losses", loss_agrees([r for _, r in group])[0] != "PASS"),
                 ("collectives", any(r["collectives"] != first["collectives"] for _, r in group)),
                 ("memory", not unknown and any(not same_peak(
                     r["peak_allocated_bytes"][phase], first["peak_allocated_bytes"][phase])
                     for _, r in group for phase in PHASES[1:])),
                 ("time", not environment["share_gpu"]
                  and any(not same_time(r, first) for _, r in group))) if moved]
-            details.append((NA if moved else "PASS",
+            few = min(map(timed_steps, (r for _, r in group))) < TIMED_STEPS
+            details.append((NA if moved or few else "PASS",
                             f"{key.removeprefix(ZERO)} ({group[0][0]} to {group[-1][0]})",
-                            f"moved {', '.join(moved)}" if moved else
+                            f"moved {', '.join(moved)}" if moved else "too few steps" if few else
                             "changed nothing" + WHY_WITHOUT_EFFECT.get(key, "")
                             + f" (memory not compared, {unknown})" * bool(unknown)))
     return "PASS" if any(o == "PASS" for o, _, _ in details) else NA, (
-        together(details) or "no key but the stage was swept")
+        together(details) or "no two runs differ in a swept key alone (the stage apart)")
 
 
 def recommend(runs, environment):
-    """After a sweep: the lowest peak among the runs as fast as the fastest; None where unknown.
+    """After a sweep: the lowest peak among the runs as fast as the fastest; None where unknown,
+    and where runs do not train alike.
 
     Where ranks share a GPU times say nothing, and the lowest peak alone decides.
     """
-    runs = [r for r in runs if not r["error"] and r["median_step_seconds"]]
-    if len(runs) < 2 or not any(r["swept"] for r in runs) or memory_unknown(environment):
-        return None
     def peak(run):
         return run["peak_allocated_bytes"]["steady"]
 
+    runs = [r for r in runs if not r["error"] and r["median_step_seconds"]]
+    alike = all(outside_zero(r) == outside_zero(runs[0]) for r in runs)
+    if len(runs) < 2 or not any(r["swept"] for r in runs) or not alike or (
+            memory_unknown(environment) or loss_agrees(runs)[0] == "FAIL"):
+        return None
     fastest = min(runs, key=lambda r: r["median_step_seconds"])
     tied = [r for r in runs if environment["share_gpu"] or same_time(r, fastest)]
     best = min(tied, key=lambda r: (round(peak(r) / (MEMORY_NOISE * peak(fastest))),
@@ -1613,13 +1704,19 @@ def recommend(runs, environment):
             f"{slower:+.0%} time"}
 
 
+def measured_size(environment):
+    """The GPT-2 size that was measured, by its number of parameters, or None."""
+    return next((name for name in GPT2_SIZES
+                 if sum(gpt2_parameters(name)) == environment["parameters"]), None)
+
+
 def project(run, environment):
     """What the run's config would need elsewhere, on the worst rank, by GPT-2 size and ranks.
 
     Returns {"ranks": [...], "rows": {model: [(resident, peak), ...]}, "activations_bytes"}: what
     was measured beyond the expected backward peak, added in the measured model's row only.
     """
-    measured, peaks = environment["model"], run["peak_allocated_bytes"]
+    measured, peaks = measured_size(environment), run["peak_allocated_bytes"]
     activations = 0 if memory_unknown(environment) or not peaks["backward"] else max(
         0, peaks["backward"] - run["expected_bytes"]["backward"])
     ranks, rows = sorted({1, 2, 4, 8, 16, 64, environment["world_size"]}), {}
@@ -1635,7 +1732,8 @@ def project(run, environment):
 
 def replace_file(path, text):
     """Write a small file whole or not at all."""
-    part = Path(path).with_name(Path(path).name + ".part")
+    path = Path(os.path.realpath(path))
+    part = path.with_name(path.name + ".part")
     try:
         part.write_text(text)
         os.replace(part, path)
@@ -1661,7 +1759,8 @@ def table(rows, width):
 
 def print_header(environment):
     e = environment
-    print("train_zero2: {model}, {parameters:,} parameters, {weights} weights, {vocabulary} tokens;"
+    print("train_zero2: {model}, {parameters:,} parameters, {weights} weights, vocabulary of "
+          "{vocabulary:,};"
           " {world_size} rank(s), {device}, {backend}; torch {torch}, deepspeed {deepspeed}, "
           "transformers {transformers}".format(**e))
     for notice in e["notices"]:
@@ -1714,6 +1813,8 @@ def print_run(run, environment):
                   for kind, c in run["collectives"].items()) or "no collectives"))
     if environment["data"]:
         print(f"{run['tokens_seen']:,} tokens seen, epoch {run['steps'][-1]['epoch'] + 1}")
+    if run["interrupted"]:
+        print(f"stopped by a signal after step {run['steps'][-1]['step']}")
     if run["skipped_steps"]:
         print(f"{run['skipped_steps']} step(s) skipped by the loss scaler")
     if not memory_unknown(environment):
@@ -1751,13 +1852,14 @@ def print_comparison(record):
     zero = next((r for r in reversed(runs) if not r["error"] and stage_of(r)), None)
     if zero:
         ahead = project(zero, environment)
-        print(f"\nGB expected on the worst rank with {zero['name']} in {environment['precision']}, "
+        print(f"\nGB expected on the worst rank with {zero['name']} in "
+              f"{precision_of(flatten(zero['config']))}, "
               "resident/peak; activations and workspace: "
               + (f"{ahead['activations_bytes'] / MB:,.0f} MB as measured here, in this model's row"
                  if ahead["activations_bytes"] else "not counted") + "; [ ]: measured here")
         table([["ranks", *map(str, ahead["ranks"])]] + [
             [model] + [("[{:.1f}/{:.1f}]" if (model, n) == (
-                environment["model"], environment["world_size"]) else "{:.1f}/{:.1f}").format(
+                measured_size(environment), environment["world_size"]) else "{:.1f}/{:.1f}").format(
                     *(v / GB for v in cell)) for n, cell in zip(ahead["ranks"], cells)]
             for model, cells in ahead["rows"].items()], 15)
 
@@ -1811,7 +1913,7 @@ def plot(path, runs, environment):
 
 # --------------------------------------------------------------------------------- 10. main
 
-def describe(args, launch, found, model, runs):
+def describe(args, launch, found, model, vocabulary, runs):
     """The record's environment: what the figures depend on."""
     import deepspeed
     import torch
@@ -1823,7 +1925,7 @@ def describe(args, launch, found, model, runs):
             "torch": torch.__version__, "deepspeed": deepspeed.__version__,
             "transformers": transformers.__version__, "model": found["name"],
             "weights": "pretrained" if found["pretrained"] else "random",
-            "vocabulary": "GPT-2" if found["vocabulary"] else "byte",
+            "vocabulary": vocabulary,
             "parameters": sum(p.numel() for p in model.parameters()),
             "precision": precision_of(runs[0].config), "seq_len": args.seq_len,
             "seed": args.seed, "steps": args.steps, "notices": launch.notices,
@@ -1856,15 +1958,17 @@ def load(args, launch, runs):
         text = text_data(args, launch, tokenizer,
                          launch.world_size * max(run.config[MICRO] for run in runs))
     model = load_model(found, args.seed)
-    if args.seq_len > model.config.n_positions:
-        raise Refused(f"--seq-len {args.seq_len}: {found['name']} has {model.config.n_positions} "
+    if args.seq_len > model.config.n_positions:                   # a Hub model of its own kind
+        raise Refused(f"--seq-len {args.seq_len}: the model has {model.config.n_positions} "
                       "positions; use fewer")
     if len(tokenizer) > model.config.vocab_size:
         raise Refused(f"--model {found['name']}: {len(tokenizer)} tokens in the vocabulary, "
                       f"{model.config.vocab_size} in the model: they do not belong together")
+    if args.memory_snapshot and not launch.on_gpu:
+        launch.notices.append("--memory-snapshot: needs a GPU; nothing will be written.")
     launch.notices += foresee(runs, [p.numel() for p in model.parameters()], launch.world_size,
                               launch.on_gpu)
-    return tokenizer, model, text, describe(args, launch, found, model, runs)
+    return tokenizer, model, text, describe(args, launch, found, model, len(tokenizer), runs)
 
 
 def train(args, runs, launch, stop):
@@ -1930,12 +2034,14 @@ def attempt(run, launch, model, tokenizer, dataset, args, stop):
 
 def leave(launch, message, status):
     """Say message once per launch and exit: other ranks wait, so that rank 0 is heard first."""
-    sys.stdout.flush()
+    with contextlib.suppress(Exception):              # a pipe or a disk that is gone or full
+        sys.stdout.flush()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     if launch.rank:
         time.sleep(REFUSAL_DELAY_SECONDS)
-    print(message, file=sys.stderr, flush=True)
+    print(message if "Traceback" in message else " ".join(message.splitlines()), file=sys.stderr,
+          flush=True)
     os._exit(status)                       # past NCCL and gloo threads that wait for other ranks
 
 
@@ -1961,7 +2067,11 @@ def main(argv=None):
         leave(launch, f"train_zero2: failed: {error}", 1)
     except KeyboardInterrupt:
         leave(launch, "train_zero2: interrupted", 130)
+    except BrokenPipeError:                                      # | head
+        leave(launch, "train_zero2: failed: nobody reads the output", 1)
     except Exception as error:                                   # ours, or another rank's end
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            leave(launch, f"train_zero2: failed: {first_line(error)}", 1)
         lost = re.search(r"(?i)closed by peer|timed out|connection reset|broken pipe", str(error))
         leave(launch, f"train_zero2: failed: rank {launch.rank} waited for a rank that stopped, or "
               f"stalled for {COLLECTIVE_TIMEOUT.seconds} s: {first_line(error)}"
