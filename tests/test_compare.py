@@ -50,7 +50,7 @@ def environment(ranks=2, kind="cuda_allocator", **more):
 def swept(key, value, **more):
     """A run of a sweep over one key of zero_optimization."""
     name = key.rpartition(".")[2]
-    more.setdefault("losses", [10 - i / 2 for i in range(10)])
+    more.setdefault("losses", LONG)
     return record(f"a {name}={value:g}", swept={key: value}, **{name: value}, **more)
 
 
@@ -59,6 +59,9 @@ def failed(name="broken"):
             "error": "rank 1, backward: out of memory"}
 
 
+LONG = [10 - i / 2 for i in range(10)]
+LR = "optimizer.params.lr"
+OTHER_LR = {"optimizer": {"type": "AdamW", "params": {"lr": 1.0, "torch_adam": True}}}
 SMALL = dict(reductions=75, backward=1430, seconds=0.2)
 CASES = {
     # verdict, outcome, words of the detail, runs, environment
@@ -166,6 +169,28 @@ CASES = {
                                         swept(ALLGATHER, 5e7)], {"memory_kind": "resident_set"}),
     "big buckets": ("knob_without_effect", "PASS", ["reduce_bucket_size", "gradients"],
                     [swept(BUCKET, 1e9), swept(BUCKET, 5e9)], {}),
+    "another learning rate is no knob without effect": (
+        "knob_without_effect", "NOT APPLICABLE", ["losses"],
+        [record("a", losses=LONG, swept={LR: 2.0}, top={"optimizer": OTHER_LR["optimizer"] | {
+            "params": {"lr": 2.0, "torch_adam": True}}}),
+         record("b", losses=[x / 2 for x in LONG], swept={LR: 1.0}, top=OTHER_LR)], {}),
+    "memory of runs that train otherwise": (
+        "memory_saved", "NOT APPLICABLE", ["alike"],
+        [record(stage=0, step=2582), record("b", top=OTHER_LR)], {}),
+    "memory with offload": (
+        "memory_saved", "NOT APPLICABLE", ["offload"],
+        [record(stage=0, step=2582), record("b", offload_optimizer={"device": "cpu"})], {}),
+    "one loss before any update": (
+        "loss_agrees", "NOT APPLICABLE", ["applied"],
+        [record(losses=(8,)), record("b", losses=(8,))], {}),
+    "all skipped agree on nothing": (
+        "loss_agrees", "NOT APPLICABLE", ["applied"],
+        [record(skipped=(1, 2, 3, 4, 5)), record("b", skipped=(1, 2, 3, 4, 5))], {}),
+    "only one is not finite": (
+        "loss_agrees", "FAIL", ["finite", "step 3"],
+        [record(), record("b", losses=(10.0, 9.0, None, None, None))], {}),
+    "own text, few steps": ("loss_falls", "NOT APPLICABLE", ["too few"],
+                            [record(losses=(8, 9))], {"data": "x.txt"}),
     "nothing swept": ("knob_without_effect", "NOT APPLICABLE", [], [record()], {}),
 }
 
@@ -217,6 +242,11 @@ def test_recommendation_is_the_lowest_peak_among_the_fast():
     assert shared["run"] == "a reduce_bucket_size=1e+06" and shared["cost_of_less"] is None
     assert recommend(runs, environment(kind="resident_set")) is None
     assert recommend(runs[:1], environment()) is None
+
+
+def test_no_recommendation_among_runs_that_train_otherwise():
+    runs = [swept(BUCKET, 1e6), swept(BUCKET, 5e7, top=OTHER_LR)]
+    assert recommend(runs, environment()) is None
 
 
 def test_recommendation_says_that_nothing_needs_less():

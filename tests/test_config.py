@@ -413,6 +413,9 @@ def test_help_is_quick_and_names_every_flag(no_torch):
     (["--save", "out", "--sweep", "stage=0,2"], ["--save", "one run"]),
     (["--checkpoint", "out", "--sweep", "stage=0,2"], ["--checkpoint", "one run"]),
     (["--checkpoint", "out", "--resume"], ["--resume", "out"]),
+    (["--seq-len", "2000"], ["--seq-len", "1024"]),
+    (["--sweep", "stage=0", "--sweep", "stage=2"], ["--sweep", "twice"]),
+    (["--precision", "fp32", "--sweep", "fp16.enabled=true,false"], ["--precision"]),
 ])
 def test_wrong_input_is_refused_in_one_line_before_torch(arguments, words, no_torch, tmp_path,
                                                          monkeypatch):
@@ -423,6 +426,28 @@ def test_wrong_input_is_refused_in_one_line_before_torch(arguments, words, no_to
     assert all(word in err for word in ["train_zero2: refused", *words]), err
     assert seconds < 0.6
     assert [path.name for path in tmp_path.iterdir()] == ["c.json"]
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["--config", "good.json", "--json", "good.json"], ["--json", "--config", "overwrite"]),
+    (["--data", "d.txt", "--json", "link"], ["--json", "--data"]),
+    (["--json", "x.png", "--plot", "x.png"], ["--plot", "--json"]),
+    (["--save", "s", "--checkpoint", "s"], ["--checkpoint", "--save"]),
+    (["--json", "pipe"], ["--json", "regular"]),
+    (["--checkpoint", "kept"], ["--checkpoint", "--resume"])])
+def test_an_output_never_replaces_something_else(arguments, words, no_torch, tmp_path,
+                                                 monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "good.json").write_text(json.dumps(GOOD))
+    (tmp_path / "d.txt").write_text("text")
+    (tmp_path / "link").symlink_to("d.txt")
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "latest").write_text("step2")
+    os.mkfifo(tmp_path / "pipe")
+    status, _, err, _ = script(*arguments, no_torch=no_torch)
+    assert status == 2 and err.count("\n") == 1 and all(word in err for word in words), err
+    assert (tmp_path / "good.json").read_text() == json.dumps(GOOD)
+    assert (tmp_path / "d.txt").read_text() == "text"
 
 
 def test_defaults_and_repeated_flags():

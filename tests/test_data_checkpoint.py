@@ -225,7 +225,8 @@ def test_another_number_of_ranks_is_refused_with_two_steps_that_work(one_rank, u
     (["--seed", "7"], {}, "seed"), (["--seq-len", "16"], {}, "seq_len"),
     (["--steps", "2"], {}, "step"),
     ([], {"zero_optimization": {"stage": 0}}, "stage"),
-    ([], {"gradient_accumulation_steps": 2}, "train_batch_size")])
+    ([], {"gradient_accumulation_steps": 2}, "settings"),
+    ([], {"gradient_clipping": 7.0}, "settings")])
 def test_a_checkpoint_of_another_run_is_refused(resumed, tiny, arguments, keys, word, folder):
     path = with_text(folder(), (resumed.folder / "text.txt").read_bytes())
     result = own_text(path, tiny, *arguments, "--checkpoint", resumed.folder / "kept", "--resume",
@@ -251,6 +252,27 @@ def test_no_whole_checkpoint_is_refused(tmp_path, resumed, tiny, damage):
     result = own_text(tmp_path, tiny, "--checkpoint", tmp_path / "kept", "--resume", ok=False,
                       timeout=60)
     assert result.rc == 2 and result.err.count("\n") == 1 and "no whole checkpoint" in result.err
+
+
+def test_only_our_checkpoints_are_cleared_away(tmp_path, small):
+    notes = tmp_path / "kept" / "step_notes"
+    notes.mkdir(parents=True)
+    (notes / "a").write_text("mine")
+    (tmp_path / "kept" / "steps.txt").write_text("mine")
+    launch(tmp_path, "--config", config(tmp_path), "--model", small, "--random-weights", "--steps",
+           3, "--checkpoint", tmp_path / "kept", "--checkpoint-every", 1)
+    assert sorted(path.name for path in (tmp_path / "kept").glob("step*")) == [
+        "step3", "step_notes", "steps.txt"]
+    assert (notes / "a").read_text() == "mine"
+
+
+def test_weights_that_lack_a_layer_are_refused(tmp_path, tiny):
+    shutil.copytree(tiny, tmp_path / "model")
+    shape = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(shape | {"n_layer": 3}))
+    result = launch(tmp_path, "--config", config(tmp_path), "--model", tmp_path / "model", ok=False)
+    assert result.rc == 2 and result.err.count("\n") == 1
+    assert "missing" in result.err and "h.2" in result.err
 
 
 def test_random_state_is_resumed(folder, small, text):
