@@ -1041,6 +1041,7 @@ def execute(record, run, launch, model, tokenizer, dataset, args, stop, on_step)
     gc.collect()
     if launch.on_gpu:
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(launch.device)
     memory, engine, counter = PeakMemory(launch), None, None
     record["floor_bytes"] = memory.read()
     try:
@@ -1760,9 +1761,8 @@ def table(rows, width):
 def print_header(environment):
     e = environment
     print("train_zero2: {model}, {parameters:,} parameters, {weights} weights, vocabulary of "
-          "{vocabulary:,};"
-          " {world_size} rank(s), {device}, {backend}; torch {torch}, deepspeed {deepspeed}, "
-          "transformers {transformers}".format(**e))
+          "{vocabulary:,}; {world_size} rank(s), {device}, {backend}; torch {torch}, deepspeed "
+          "{deepspeed}, transformers {transformers}".format(**e))
     for notice in e["notices"]:
         print(f"note: {notice}")
 
@@ -1839,6 +1839,10 @@ def print_comparison(record):
                      f"{run['steps'][-1]['loss'] or math.nan:.4f}"])
     if len(runs) > 1:
         table(rows, width)
+    left = max(run["floor_bytes"] for run in runs) - runs[0]["floor_bytes"]
+    if left > MB and not memory_unknown(environment):
+        print(f"warning: up to {left / MB:,.0f} MB of earlier runs were not given back; later runs' "
+              "peaks hold them")
     print()
     for verdict in record["verdicts"]:
         print(f"{verdict['outcome']:<15}{verdict['name']}: "
