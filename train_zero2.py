@@ -1841,7 +1841,7 @@ def print_comparison(record):
         table(rows, width)
     left = max(run["floor_bytes"] for run in runs) - runs[0]["floor_bytes"]
     if left > MB and not memory_unknown(environment):
-        print(f"warning: up to {left / MB:,.0f} MB of earlier runs were not given back; later runs' "
+        print(f"warning: up to {left / MB:,.0f} MB of earlier runs were not given back; later "
               "peaks hold them")
     print()
     for verdict in record["verdicts"]:
