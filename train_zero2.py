@@ -163,9 +163,10 @@ def check_arguments(args, runs):
         raise Refused("--compile: needs a C++ compiler, and none is on the PATH")
     if not args.compile and any(run.config.get("compile.deepcompile") for run in runs):
         raise Refused('"compile.deepcompile": true needs --compile')
-    known = Path(args.model or "") / "config.json"
+    positions, model = 1024, args.model or "gpt2"
     with contextlib.suppress(OSError, ValueError, AttributeError):        # checked when loaded
-        positions = json.loads(known.read_text()).get("n_positions") if known.is_file() else 1024
+        if model not in GPT2_SIZES or (args.model and os.path.isdir(model)):
+            positions = json.loads((Path(model) / "config.json").read_text()).get("n_positions")
         if type(positions) is int and args.seq_len > positions:
             raise Refused(f"--seq-len {args.seq_len}: the model has {positions} positions; use "
                           "fewer")
@@ -618,7 +619,10 @@ def find_model(args):
         wanted = pretrained or name not in GPT2_SIZES
         if wanted and name != "gpt2-tiny" and not has(folder, "model*.safetensors"):
             why = ask_hub(name)
-            folder = fetch(name) if why is None else folder
+            try:
+                folder = fetch(name) if why is None else folder
+            except Exception as error:                # the Hub went away, the disk is full
+                why = first_line(error)
     weights = has(folder, "model*.safetensors", "pytorch_model*.bin")
     vocabulary = has(folder, "tokenizer.json", "vocab.json")
     if pretrained and not weights and args.model is not None:

@@ -428,6 +428,16 @@ def test_wrong_input_is_refused_in_one_line_before_torch(arguments, words, no_to
     assert [path.name for path in tmp_path.iterdir()] == ["c.json"]
 
 
+@pytest.mark.parametrize("arguments", [["--seq-len", "64"],
+                                       ["--seq-len", "2000", "--model", "some/model"]])
+def test_positions_are_those_of_the_model_alone(arguments, no_torch, tmp_path, monkeypatch):
+    """Not of a config.json that lies in the working folder; unknown before a Hub model is there."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_positions": 8}')
+    status, _, err, _ = script(*arguments, no_torch=no_torch)
+    assert status == 77 and "refused" not in err                 # it went on to import torch
+
+
 @pytest.mark.parametrize("arguments, words", [
     (["--config", "good.json", "--json", "good.json"], ["--json", "--config", "overwrite"]),
     (["--data", "d.txt", "--json", "link"], ["--json", "--data"]),
