@@ -24,6 +24,7 @@ import array
 import codecs
 import contextlib
 import copy
+import ctypes
 import dataclasses
 import datetime
 import difflib
@@ -88,6 +89,10 @@ class RunFailed(Exception):
 class ArgumentParser(argparse.ArgumentParser):
     def error(self, message):
         raise Refused(f"{message} (see --help)")
+
+    def print_help(self, file=None):
+        if os.environ.get("RANK", "0") == "0":                    # once per launch
+            super().print_help(file)
 
 
 def parse_arguments(argv):
@@ -233,7 +238,7 @@ CONFIG_KEYS = {                                               # bucket sizes cou
     "fp16.enabled": Key(bool), "fp16.loss_scale": Key(float, 0, 2.0 ** 60),
     "fp16.initial_scale_power": Key(int, 0, 60), "fp16.loss_scale_window": Key(int, 1),
     "fp16.hysteresis": Key(int, 1), "fp16.min_loss_scale": Key(int, 1, 2 ** 60),
-    "bf16.enabled": Key(bool),
+    "bf16.enabled": Key(bool), "bf16.check_grad_overflow": Key(bool),
     STAGE: Key(int, choices=(0, 1, 2)), BUCKET: Key(int, 1, 1e10), ALLGATHER: Key(int, 2, 1e10),
     **{ZERO + name: Key(bool) for name in (
         "overlap_comm", "contiguous_gradients", "reduce_scatter", "allgather_partitions",
@@ -533,7 +538,7 @@ def connect(launch, args):
             os.environ[name] = str(index)                         # DeepSpeed asserts they agree
         launch.device, launch.backend = torch.device("cuda", index), "nccl"
         torch.cuda.set_device(launch.device)
-        if args.share_gpu and torch.cuda.nccl.version() >= (2, 30):
+        if args.share_gpu and nccl_version() >= (2, 30):
             os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
         elif args.share_gpu:
             launch.backend = "gloo"
@@ -557,9 +562,19 @@ def connect(launch, args):
         if launch.shared > 1:
             launch.notices.append(
                 f"{launch.world_size} ranks share {len(set(devices))} GPU(s) over {launch.backend} "
-                f"(NCCL here is {'.'.join(map(str, torch.cuda.nccl.version()))}, 2.30 or later "
-                "can): memory per rank is what separate GPUs would show, step times are not.")
+                f"(NCCL here is {'.'.join(map(str, nccl_version()))}; from 2.30 on it can): "
+                "memory per rank is what separate GPUs would show, step times are not.")
     deepspeed.init_distributed(dist_backend=launch.backend, verbose=False)
+
+
+def nccl_version():
+    """(major, minor, patch) of the NCCL that is loaded: torch tells the one it was built with."""
+    import torch
+    with contextlib.suppress(OSError, AttributeError):            # linked into torch: no such file
+        number = ctypes.c_int()
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
+        return number.value // 10_000, number.value // 100 % 100, number.value % 100
+    return torch.cuda.nccl.version()
 
 
 def first_line(error):
@@ -683,8 +698,10 @@ def load_model(found, seed):
         model, seen = GPT2LMHeadModel.from_pretrained(
             found["folder"], config=config, dtype=torch.float32, local_files_only=True,
             output_loading_info=True)
-        if seen["missing_keys"]:
-            raise ValueError(f"weights are missing, such as {sorted(seen['missing_keys'])[0]}")
+        extra = [key for key in seen["unexpected_keys"] if re.search(r"\bh\.\d+\..*weight$", key)]
+        for keys, wrong in ((seen["missing_keys"], "are missing"), (extra, "have no place in it")):
+            if keys:
+                raise ValueError(f"weights {wrong}, such as {sorted(keys)[0]}")
         return model
     except Exception as error:                        # whatever a broken folder makes them raise
         raise Refused(f"--model {found['name']}: cannot be loaded: {first_line(error)}") from None
@@ -1002,18 +1019,18 @@ def repair_baseline(engine, config):
 
 
 def train_step(engine, micro_batches, memory, repairs):
-    """One optimizer step over [(ids, labels), ...]; returns the mean loss, a tensor."""
-    scale_loss, total = any(repair.startswith("loss scale") for repair in repairs), 0
+    """One optimizer step over [(ids, labels), ...]; returns their losses, tensors of no shape."""
+    scale_loss, losses = any(repair.startswith("loss scale") for repair in repairs), []
     for ids, labels in micro_batches:
         with memory.phase("forward"):
             loss = engine(ids, labels)
-        total += loss.detach()
+        losses.append(loss.detach())
         with memory.phase("backward"):
             engine.backward(loss * engine.optimizer.loss_scale if scale_loss else loss)
         del loss
         with memory.phase("step"):
             engine.step()
-    return total / len(micro_batches)
+    return losses
 
 
 def build_engine(run, launch, model, args, memory):
@@ -1058,7 +1075,8 @@ def execute(record, run, launch, model, tokenizer, dataset, args, stop, on_step)
         if args.memory_snapshot and launch.on_gpu and whole:
             save_snapshot(record, run, launch, engine, dataset, args, memory)
     except torch.OutOfMemoryError as error:
-        raise RunFailed(f"rank {launch.rank}, {memory.current}: {first_line(error)} What helps: a "
+        asked = ". ".join(first_line(error).split(". ")[:3])      # for what, of what, what is free
+        raise RunFailed(f"rank {launch.rank}, {memory.current}: {asked}. What helps: a "
                         f'smaller "{MICRO}", --seq-len or "{BUCKET}", or "offload_optimizer"'
                         ) from None
     except Exception as error:
@@ -1109,12 +1127,13 @@ def measure(record, run, launch, engine, dataset, args, stop, on_step, memory, c
         scale = engine.optimizer.loss_scale if scaled else None
         synchronize(launch)
         begin = time.perf_counter()
-        loss = train_step(engine, [batch for _, batch in taken], memory, record["repairs"])
+        losses = train_step(engine, [batch for _, batch in taken], memory, record["repairs"])
         synchronize(launch)
         seconds = time.perf_counter() - begin
         # Not timed: the script's own traffic, once a step, on the CPU. A stop asked of one rank
         # rides on it, so that all stop after the same step.
-        own = torch.tensor([float(loss), seconds, stop.signal], dtype=torch.float64)
+        own = torch.tensor([statistics.fmean(map(float, losses)), seconds, stop.signal],
+                           dtype=torch.float64)
         dist.all_gather_into_tensor(everyone.view(-1), own, group=launch.control)
         mean, applied = everyone[:, 0].mean().item(), bool(engine.was_step_applied())
         peaks, counts = memory.take(), counter.take()
@@ -1139,7 +1158,9 @@ def measure(record, run, launch, engine, dataset, args, stop, on_step, memory, c
         if stopped:
             break
         if not scaled and not math.isfinite(mean):
-            raise RunFailed(f"step {step}: the loss is not finite; a lower learning rate helps")
+            raise RunFailed(f"step {step}: the loss is not finite" + (
+                "; a lower learning rate helps" if step > done + 1 else
+                " before any update: look at the weights it starts from"))
     stop.training = False
     pads = statistics.mean((labels == IGNORED).float().mean().item() for _, (_, labels) in taken)
     rows = launch.gather({
@@ -1820,7 +1841,7 @@ def print_run(run, environment):
     if run["interrupted"]:
         print(f"stopped by a signal after step {run['steps'][-1]['step']}")
     if run["skipped_steps"]:
-        print(f"{run['skipped_steps']} step(s) skipped by the loss scaler")
+        print(f"{run['skipped_steps']} step(s) skipped: gradients overflowed")
     if not memory_unknown(environment):
         print(f"Peak GPU memory: {peaks['overall'] / GB:.2f} GB", flush=True)
 

@@ -5,6 +5,7 @@ step, and returns this rank's loss, a tensor; applied() says whether the loss sc
 """
 import copy
 import types
+import unittest.mock
 
 from common import T, ZERO, resolve
 
@@ -68,7 +69,11 @@ class TorchLoop:
         return self.scale >= before                       # halved where a step was skipped
 
     def close(self):
-        pass
+        """Give weights and gradients back: FSDP2 and DDP hold on to them after their module."""
+        for parameter in self.parameters:
+            for tensor in (parameter.data, parameter.grad):
+                if tensor is not None:
+                    getattr(tensor, "_local_tensor", tensor).untyped_storage().resize_(0)
 
 
 def shard(module, launch, dtype, compiled):
@@ -92,21 +97,53 @@ def shard(module, launch, dtype, compiled):
 
 
 class DeepSpeedLoop:
-    """train_zero2's own code path: build_engine with its repairs, then train_step."""
+    """train_zero2's own code path: build_engine with its repairs, then train_step.
 
-    def __init__(self, stage, args, launch, model, clip, compiled=False, **changes):
+    grouped: a parameter group per block, embeddings last, so that the optimizer step's fp32 copy is
+    one group's. one_check: the overflow check of all gradients in GradScaler's multi-tensor kernel
+    in place of DeepSpeed's, which takes six kernels per weight; only to tell what that one costs.
+    """
+
+    def __init__(self, stage, args, launch, model, clip, compiled=False, grouped=False,
+                 one_check=False, **changes):
+        import deepspeed
         changes |= {"gradient_clipping": clip}
         if stage:
             changes |= {ZERO + "compute_grad_norm": bool(clip)}
         run = T.Run(f"stage{stage}", resolve(args, launch, stage, **changes), {})
         flags = types.SimpleNamespace(compile=compiled, seed=args.seed)
-        self.engine, self.repairs = T.build_engine(run, launch, model, flags, T.PeakMemory(launch))
+        initialize = by_block(deepspeed.initialize) if grouped else deepspeed.initialize
+        with unittest.mock.patch("deepspeed.initialize", initialize):
+            self.engine, self.repairs = T.build_engine(run, launch, model, flags,
+                                                       T.PeakMemory(launch))
+        if one_check:
+            self.engine.optimizer.has_overflow_partitioned_grads_serial = types.MethodType(
+                overflow_in_one_kernel, self.engine.optimizer)
 
     def step(self, memory, ids, labels):
-        return T.train_step(self.engine, [(ids, labels)], memory, self.repairs)
+        return T.train_step(self.engine, [(ids, labels)], memory, self.repairs)[0]
 
     def applied(self):
         return bool(self.engine.was_step_applied())
 
     def close(self):
         self.engine.destroy()
+
+
+def by_block(initialize):
+    """deepspeed.initialize with one parameter group per block; embeddings and the rest last."""
+    def grouped(model, model_parameters, **settings):
+        groups = [list(block.parameters()) for block in model.model.transformer.h]
+        inside = {id(p) for group in groups for p in group}
+        groups.append([p for p in model_parameters if id(p) not in inside])
+        return initialize(model=model, model_parameters=[{"params": g} for g in groups], **settings)
+    return grouped
+
+
+def overflow_in_one_kernel(optimizer):
+    """Whether any gradient of this rank is not finite, as a tensor (1,) on its device."""
+    import torch
+    grads = [g for group in optimizer.averaged_gradients.values() for g in group if g is not None]
+    found, one = (torch.full((1,), v, device=grads[0].device) for v in (0.0, 1.0))
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, found, one)
+    return found.bool()

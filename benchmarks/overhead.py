@@ -59,10 +59,10 @@ def instrumented_block(engine, batch, steps, launch, memory, repairs):
         scale = getattr(engine.optimizer, "loss_scale", None)
         synchronize(launch)
         begin = time.perf_counter()
-        loss = T.train_step(engine, [batch], memory, repairs)
+        losses = T.train_step(engine, [batch], memory, repairs)
         synchronize(launch)
         seconds = time.perf_counter() - begin
-        own = torch.tensor([float(loss), seconds, 0], dtype=torch.float64)
+        own = torch.tensor([statistics.fmean(map(float, losses)), seconds, 0], dtype=torch.float64)
         dist.all_gather_into_tensor(everyone.view(-1), own, group=launch.control)
         record.append({
             "step": step, "loss": everyone[:, 0].mean().item(), "loss_scale": scale,

@@ -48,6 +48,14 @@ def contenders(args, world_size):
     rows.append(("DeepSpeed 0", DeepSpeedLoop, 0, {}))
     rows += [(f"DeepSpeed {stage}" + " overlap" * on, DeepSpeedLoop, stage,
               {ZERO + "overlap_comm": on}) for stage in (1, 2) for on in (False, True)]
+    small = {ZERO + "overlap_comm": False, ZERO + "reduce_bucket_size": 10 ** 6}
+    rows += [("DeepSpeed 2 1e6", DeepSpeedLoop, 2, small),
+             ("DeepSpeed 2 1e6 groups", DeepSpeedLoop, 2, small | {"grouped": True}),
+             ("DeepSpeed 2 one check (patched)", DeepSpeedLoop, 2, {
+                 ZERO + "overlap_comm": False, "one_check": True})]
+    if args.precision == "bf16":                          # has a key for it, and no such kernel
+        rows[-1] = ("DeepSpeed 2 no check", DeepSpeedLoop, 2, {
+            ZERO + "overlap_comm": False, "bf16.check_grad_overflow": False})
     if args.compile:
         rows += [(name + " compiled", which, kind, settings | {"compiled": True})
                  for name, which, kind, settings in rows if "ZRO" not in name]
@@ -188,7 +196,8 @@ def compare(rows, environment):
             row[key + "_ratio"] = row[key] / min(other[key] for other in shown)
         for compiled in (False, True):
             group = [row for row in shown if ("compiled" in row["name"]) == compiled]
-            ours = [row for row in group if row["name"].startswith("Deep")]
+            ours = [row for row in group if row["name"].startswith("Deep")
+                    and "patched" not in row["name"]]
             peers = [row for row in group if not row["name"].startswith("Deep")]
             if ours and peers:
                 a, b = (min(side, key=lambda row: row[key]) for side in (ours, peers))
