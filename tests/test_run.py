@@ -1,4 +1,5 @@
 """The real script, launched as a user does, on one process and on two ranks without a GPU."""
+import http.server
 import json
 import math
 import re
@@ -6,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -163,6 +165,11 @@ def test_logs_and_warnings_are_quiet(single):
     assert not any(word in single.out for word in ("[INFO]", "[WARNING]", "Warning"))
 
 
+def test_help_is_said_once(folder):
+    result = launch(folder(), "--help", by="torchrun")
+    assert result.out.count("usage:") == 1 and "Traceback" not in result.err
+
+
 @pytest.mark.parametrize("name", ["double", "comparison"])
 def test_one_rank_speaks(name, request):
     result = request.getfixturevalue(name)
@@ -291,6 +298,49 @@ def test_default_model_without_the_hub_runs_on_random_weights(folder, silent_hub
     assert result.seconds < 15 + 40                           # of which 15 for the Hub
 
 
+@pytest.fixture(scope="module")
+def breaking_hub():
+    """A Hub that knows every model and hangs up in the middle of every file."""
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            file = "/resolve/" in self.path
+            names = ("config.json", "model.safetensors", "vocab.json", "merges.txt")
+            body = b"" if file else json.dumps({
+                "id": "gpt2", "modelId": "gpt2", "sha": "0" * 40,
+                "siblings": [{"rfilename": name} for name in names]}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", "1000000" if file else str(len(body)))
+            self.send_header("ETag", '"1"')
+            self.send_header("X-Repo-Commit", "0" * 40)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body or b"{" * 1000)
+                self.close_connection = True
+        do_GET = do_HEAD
+
+        def log_message(self, *ignored):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_hub_that_goes_away_in_a_file(folder, breaking_hub, named):
+    path = folder()
+    result = launch(path, *["--model", "gpt2"][:2 * named], "--config", config(path, micro=1),
+                    "--steps", 1, "--seq-len", 8, ok=False, env={
+                        "HF_ENDPOINT": breaking_hub, "HF_HOME": str(path)})
+    assert "Traceback" not in result.err
+    if named:
+        assert result.rc == 2 and result.err.count("\n") == 1 and "--random-weights" in result.err
+    else:
+        assert result.rc == 0 and "RANDOM WEIGHTS" in result.out
+        assert result.record["environment"]["weights"] == "random"
+
+
 @pytest.mark.parametrize("name, env", [
     ("gpt2-medium", {}), ("nobody/no-such-model", {"HF_HUB_OFFLINE": "1"}),
     ("./no/such/folder", {}), ("", {})])
@@ -322,6 +372,7 @@ def broken_models(tiny, folder):
     copy("no_config", ["config.json"])
     copy("another_kind", model_type="bert")
     copy("another_width", n_embd=32)
+    copy("fewer_layers", n_layer=1)
     copy("remote_code", auto_map={"AutoConfig": "evil.A", "AutoModelForCausalLM": "evil.B"})
     (path / "remote_code" / "evil.py").write_text("open('ran', 'w')\n")
     copy("half_weights")
@@ -333,7 +384,8 @@ def broken_models(tiny, folder):
 @pytest.mark.parametrize("name, arguments, words", [
     ("no_vocabulary", [], ["vocabulary"]), ("no_weights", [], ["weights", "--random-weights"]),
     ("no_config", [], ["config"]), ("another_kind", [], ["bert", "GPT-2"]),
-    ("another_width", [], ["another_width"]), ("half_weights", [], ["half_weights"]),
+    ("another_width", [], ["another_width"]), ("fewer_layers", [], ["h.1.", "no place"]),
+    ("half_weights", [], ["half_weights"]),
     ("remote_code", ["--seq-len", "129"], ["--seq-len 129", "128 positions"])])
 def test_models_that_do_not_fit_are_refused(broken_models, folder, name, arguments, words):
     path = folder()
@@ -341,6 +393,18 @@ def test_models_that_do_not_fit_are_refused(broken_models, folder, name, argumen
     assert result.rc == 2 and result.record is None and result.err.count("\n") == 1, result.err
     assert all(word in result.err for word in ["train_zero2: refused", *words])
     assert not (path / "ran").exists()
+
+
+def test_weights_that_are_not_finite_are_told_from_training_that_diverged(tiny, folder):
+    path = folder()
+    shutil.copytree(tiny, path / "model")
+    weights = path / "model" / "model.safetensors"
+    raw = weights.read_bytes()
+    start = 8 + int.from_bytes(raw[:8], "little")
+    weights.write_bytes(raw[:start] + b"\0\0\xc0\x7f" * ((len(raw) - start) // 4))      # NaN
+    result = launch(path, "--model", path / "model", "--steps", 2, ok=False)
+    assert result.rc == 1 and "Traceback" not in result.err
+    assert "step 1: the loss is not finite before any update" in result.record["runs"][0]["error"]
 
 
 def test_a_precision_asked_for_that_cannot_be_is_refused(folder):
