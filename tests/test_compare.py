@@ -186,6 +186,20 @@ CASES = {
     "all skipped agree on nothing": (
         "loss_agrees", "NOT APPLICABLE", ["applied"],
         [record(skipped=(1, 2, 3, 4, 5)), record("b", skipped=(1, 2, 3, 4, 5))], {}),
+    "rounding grows": (
+        "loss_agrees", "PASS", ["over 6 steps", "then 8e-03"],
+        [record(losses=(10, 9, 8, 7, 6, 5, 0.4)), record("b", losses=(10, 9, 8, 7, 6, 5, 0.48))],
+        {}),
+    "parts later": (
+        "loss_agrees", "FAIL", ["over 6 steps", "then 1e-02"],
+        [record(losses=(10, 9, 8, 7, 6, 5, 4)), record("b", losses=(10, 9, 8, 7, 6, 5, 4.12))], {}),
+    "parts early": (
+        "loss_agrees", "FAIL", ["within 2e-03"],
+        [record(losses=(10, 9, 8, 7)), record("b", losses=(10, 9, 8.016, 7))], {}),
+    "one alone skips late": (
+        "loss_agrees", "NOT APPLICABLE", ["skipped step 8"],
+        [record(losses=(10, 9, 8, 7, 6, 5, 4, 3)),
+         record("b", losses=(10, 9, 8, 7, 6, 5, 4, 3), skipped=(8,))], {}),
     "only one is not finite": (
         "loss_agrees", "FAIL", ["finite", "step 3"],
         [record(), record("b", losses=(10.0, 9.0, None, None, None))], {}),
