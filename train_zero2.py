@@ -48,6 +48,7 @@ import threading
 import time
 import traceback
 import warnings
+import zlib
 from pathlib import Path
 
 # ------------------------------------------------------------------------------ 1. constants
@@ -177,7 +178,11 @@ def check_arguments(args, runs):
             raise Refused(f"--seq-len {args.seq_len}: the model has {positions} positions; use "
                           "fewer")
     used = {os.path.realpath(path): "--config" for path in args.config}
+    used[os.path.realpath(__file__)] = "this script"
     used |= {os.path.realpath(args.data): "--data"} if args.data else {}
+    if args.save and args.checkpoint and os.path.realpath(args.save) in (
+            [*map(str, Path(os.path.realpath(args.checkpoint)).parents)]):
+        raise Refused(f"--checkpoint {args.checkpoint}: inside --save; name a folder beside it")
     for flag in ("json", "plot", "memory_snapshot", "save", "checkpoint"):
         path, folder = getattr(args, flag), flag in ("save", "checkpoint")
         if path is None:
@@ -193,8 +198,8 @@ def check_arguments(args, runs):
                 raise Refused(f"{name}: is no regular file; name another")
             if path.exists() and path.is_dir() != folder:
                 raise Refused(f"{name}: {'not a' if folder else 'is a'} folder; name another")
-            if flag == "save" and path.is_dir() and any(path.iterdir()):
-                raise Refused(f"{name}: the folder is not empty; name a new one")
+            if flag == "save" and path.is_dir() and (any(path.iterdir()) or os.path.ismount(path)):
+                raise Refused(f"{name}: the folder is not empty or a mount point; name a new one")
             if flag == "checkpoint" and (path / "latest").exists() and not args.resume:
                 raise Refused(f"{name}: holds a checkpoint; add --resume, or name a new folder")
             if not folder and not path.absolute().parent.is_dir():
@@ -221,7 +226,8 @@ class Key:
         if self.choices:
             return "one of " + ", ".join(json.dumps(c) for c in self.choices)
         noun = {int: "a whole number", float: "a number", list: "two numbers"}.get(self.kind)
-        bounds = f"{noun} from {self.low:g} to {self.high:g}".replace("e+", "e")
+        to = "to below" if self.kind is list else "to"
+        bounds = f"{noun} from {self.low:g} {to} {self.high:g}".replace("e+", "e")
         return bounds if noun else "true or false"
 
 
@@ -320,6 +326,7 @@ def check_value(path, value):
     elif spec.kind is list:
         fits = type(value) is list and len(value) == 2 and all(
             type(v) in (int, float) and spec.low <= v < spec.high for v in value)
+        value = [*map(float, value)] if fits else value
     else:
         fits = type(value) is spec.kind
     if fits and (spec.choices is None or value in spec.choices):
@@ -520,7 +527,9 @@ def read_launch():
                       "launcher") from None
     env.update(zip(sources[0], map(str, numbers)))
     env.setdefault("MASTER_ADDR", "127.0.0.1")
-    env.setdefault("MASTER_PORT", "29500")
+    port = env.setdefault("MASTER_PORT", "29500")
+    if not port.isdecimal() or not 0 < int(port) < 65536:
+        raise Refused(f"MASTER_PORT: {port!r} is no port; give the launcher another --master_port")
     return Launch(*numbers)
 
 
@@ -673,6 +682,9 @@ def load_tokenizer(found):
     else:
         symbols = [*sorted(ByteLevel.alphabet()), "<|endoftext|>"]
         tokenizer = GPT2Tokenizer(vocab={s: i for i, s in enumerate(symbols)}, merges=[])
+    if tokenizer.eos_token_id is None:
+        raise Refused(f"--model {found['name']}: its tokenizer names no end-of-text token "
+                      "(eos_token)")
     tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
@@ -705,7 +717,9 @@ def load_model(found, seed):
                 raise ValueError(f"weights {wrong}, such as {sorted(keys)[0]}")
         return model
     except Exception as error:                        # whatever a broken folder makes them raise
-        raise Refused(f"--model {found['name']}: cannot be loaded: {first_line(error)}") from None
+        why = "its weights have other shapes than its config.json says" if (
+            "ignore_mismatched_sizes" in str(error)) else first_line(error)
+        raise Refused(f"--model {found['name']}: cannot be loaded: {why}") from None
 
 
 def define_loss(model):
@@ -977,18 +991,38 @@ def synchronize(launch):
 class StopRequest:
     """Turns SIGINT or SIGTERM into a request that all ranks honour after a step.
 
-    A second SIGINT ends at once. A SIGTERM behind a SIGINT does not: deepspeed's launcher sends it.
+    Before the first step, and at a second SIGINT, it ends at once. A SIGTERM behind a SIGINT does
+    not: deepspeed's launcher sends it.
     """
 
     def __init__(self):
         self.signal, self.training = 0, False
+        pipe, wakeup = os.pipe()
+        os.set_blocking(wakeup, False)
+        signal.set_wakeup_fd(wakeup)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.receive)
+        threading.Thread(target=self.watch, args=(pipe,), daemon=True).start()
+
+    def ends(self, number, before):
+        return number == signal.SIGINT if before else not self.training
 
     def receive(self, number, frame):
-        if number == signal.SIGINT if self.signal else not self.training:
+        if self.ends(number, self.signal):
             raise KeyboardInterrupt
         self.signal = self.signal or number
+
+    def watch(self, pipe):
+        """End the process where Python's handler cannot: it waits for the main thread, which may
+        wait for another rank."""
+        before = 0
+        while True:
+            number = os.read(pipe, 1)[0]
+            if self.ends(number, before):
+                time.sleep(2 * REFUSAL_DELAY_SECONDS)
+                os.write(2, b"train_zero2: interrupted\n")
+                os._exit(130)
+            before = before or number
 
 
 def repair_baseline(engine, config):
@@ -1081,6 +1115,9 @@ def execute(record, run, launch, model, tokenizer, dataset, args, stop, on_step)
                         f'smaller "{MICRO}", --seq-len or "{BUCKET}", or "offload_optimizer"'
                         ) from None
     except Exception as error:
+        if "DefaultCPUAllocator" in str(error):
+            raise RunFailed(f"rank {launch.rank}, {memory.current}: out of memory on the CPU: "
+                            f"{first_line(error)[-80:]}") from None
         if "scale already at minimum" in str(error):              # DeepSpeed's loss scaler
             raise RunFailed("the loss scale is at its floor and gradients still overflow: a lower "
                             "learning rate or bf16 helps") from None
@@ -1162,7 +1199,6 @@ def measure(record, run, launch, engine, dataset, args, stop, on_step, memory, c
             raise RunFailed(f"step {step}: the loss is not finite" + (
                 "; a lower learning rate helps" if step > done + 1 else
                 " before any update: look at the weights it starts from"))
-    stop.training = False
     pads = statistics.mean((labels == IGNORED).float().mean().item() for _, (_, labels) in taken)
     rows = launch.gather({
         **{phase: steady.get(phase) for phase in PHASES[1:]}, "init": overall["init"],
@@ -1211,33 +1247,42 @@ def save_snapshot(record, run, launch, engine, dataset, args, memory):
 
 def identity(run, args, world_size):
     """What a checkpoint and the run that goes on from it must have in common."""
-    settings = {key: value for key, value in run.config.items() if key == ACCUMULATION
-                or key.startswith(("train_batch", "gradient_clip", "optimizer."))}
+    held = {key: value for key, value in run.config.items() if key.startswith((
+        "train_batch", "gradient_", "optimizer."))}
+    data = None
+    if args.data:
+        with open(args.data, "rb") as file:
+            start = zlib.crc32(file.read(1 << 20))
+        data = f"{args.data.stat().st_size} bytes, starting with {start:08x}"
     return {"world_size": world_size, "stage": run.config[STAGE], "model": args.model or "gpt2",
-            "seq_len": args.seq_len, "seed": args.seed, "settings": settings,
-            "data_bytes": args.data and args.data.stat().st_size}
+            "seq_len": args.seq_len, "seed": args.seed, "data": data, "round_robin_gradients":
+            run.config.get(ZERO + "round_robin_gradients", False)} | held
 
 
 def check_resume(run, args, world_size):
     """Refuse to resume where there is nothing, or something else; needs no torch."""
+    now = identity(run, args, world_size)
     try:
         tag = (args.checkpoint / "latest").read_text().strip()
         saved = json.loads((args.checkpoint / tag / "train_zero2.json").read_text())
-        saved["step"], saved["settings"]["optimizer.type"]
+        if type(saved["step"]) is not int or not {"precision", *list(now)[:7]} <= {*saved}:
+            raise ValueError
     except (OSError, ValueError, TypeError, KeyError):
         raise Refused(f"--resume: no whole checkpoint in {args.checkpoint}; start without "
                       "--resume") from None
-    now, folder = identity(run, args, world_size), args.checkpoint / tag
-    moved = any(saved[key] != now[key] for key in ("world_size", "stage"))
-    if moved and not run.config.get("checkpoint.load_universal"):
+    folder, universal = args.checkpoint / tag, run.config.get("checkpoint.load_universal")
+    if any(saved[key] != now[key] for key in ("world_size", "stage")) and not universal:
         raise Refused(
             f"--resume: {folder} holds {saved['world_size']} ranks at stage {saved['stage']}, this "
             f"is {world_size} at {now['stage']}; convert it: (1) python -m deepspeed.checkpoint."
             f"ds_to_universal --inject_missing_state --input_folder {folder} --output_folder "
             f'{folder}_universal (2) add "checkpoint": {{"load_universal": true}} to the JSON')
-    for key in list(now)[2:] if not moved else ("model", "seq_len"):
-        if saved[key] != now[key]:
-            raise Refused(f"--resume: the checkpoint has {key} {saved[key]}, this run {now[key]}")
+    for key in list(now | saved)[2:]:
+        free = key in ("step", "precision") or (universal and key in (
+            "train_batch_size", ACCUMULATION, "round_robin_gradients"))
+        if not free and saved.get(key) != now.get(key):
+            raise Refused(f"--resume: the checkpoint has {key} {saved.get(key)}, this run "
+                          f"{now.get(key)}; go on with the checkpoint's")
     if saved["step"] >= args.steps:
         raise Refused(f"--resume: the checkpoint is at step {saved['step']} already; --steps "
                       f"{args.steps} is the total of the whole run")
@@ -1268,8 +1313,8 @@ def save_checkpoint(engine, launch, run, args, step):
                     shutil.rmtree(old)
         launch.gather()
     except (OSError, RuntimeError) as error:
-        raise RunFailed(f"checkpoint of step {step} in {folder}: {first_line(error)}; the one "
-                        "before it is whole") from None
+        raise RunFailed(f"checkpoint of step {step} in {folder}: {first_line(error)}" + (
+            "; the one before it is whole" if (folder / "latest").exists() else "")) from None
 
 
 def load_checkpoint(engine, run, launch, args):
@@ -1278,13 +1323,15 @@ def load_checkpoint(engine, run, launch, args):
     tag = (args.checkpoint / "latest").read_text().strip()
     saved = json.loads((args.checkpoint / tag / "train_zero2.json").read_text())
     if saved["precision"] != precision_of(run.config):
-        raise RunFailed(f"--resume: the checkpoint is in {saved['precision']}, this run in "
-                        f"{precision_of(run.config)}")
-    name, random = tag + "_universal" * engine.load_universal_checkpoint(), (
+        raise Refused(f"--resume: the checkpoint is in {saved['precision']}, this run in "
+                      f"{precision_of(run.config)}")
+    universal = engine.load_universal_checkpoint()
+    name, random = tag + "_universal" * universal, (
         args.checkpoint / tag / f"random_rank{launch.rank}.pt")
     try:
         path, _ = engine.load_checkpoint(str(args.checkpoint), tag=name)
-        state = torch.load(random, weights_only=True) if random.exists() else None
+        known = random.exists() or not universal              # another number of ranks has fewer
+        state = torch.load(random, weights_only=True) if known else None
     except Exception as error:                                    # whatever damage makes it raise
         raise RunFailed(f"--resume: {args.checkpoint / name} cannot be loaded: "
                         f"{first_line(error)}") from None
@@ -1320,13 +1367,14 @@ def save_weights(engine, run, launch, model, tokenizer, dataset, args):
         clone.load_state_dict({name.removeprefix("model."): masters[id(p)].detach().float().cpu()
                                for name, p in engine.module.named_parameters()},
                               strict=False)                       # lm_head is tied to wte
-        args.save.parent.mkdir(parents=True, exist_ok=True)
-        folder = tempfile.mkdtemp(prefix=args.save.name + ".", dir=args.save.parent)
+        target = Path(os.path.realpath(args.save))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder = tempfile.mkdtemp(prefix=target.name[:99] + ".", dir=target.parent)
         try:
             clone.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
             os.chmod(folder, 0o755)
-            os.replace(folder, args.save)
+            os.replace(folder, target)
         except Exception as error:                                # safetensors has its own
             shutil.rmtree(folder, ignore_errors=True)
             raise RunFailed(f"--save {args.save}: {first_line(error)}") from None
@@ -1687,20 +1735,20 @@ def knob_without_effect(runs, environment):
     for key in {key: None for run in runs for key in run["swept"] if key != STAGE}:
         for group in groups_by(runs, key):
             first = group[0][1]
+            few = min(map(timed_steps, (r for _, r in group))) < TIMED_STEPS
             moved = [what for what, moved in (
                 ("losses", loss_agrees([r for _, r in group])[0] != "PASS"),
                 ("collectives", any(r["collectives"] != first["collectives"] for _, r in group)),
                 ("memory", not unknown and any(not same_peak(
                     r["peak_allocated_bytes"][phase], first["peak_allocated_bytes"][phase])
                     for _, r in group for phase in PHASES[1:])),
-                ("time", not environment["share_gpu"]
+                ("time", not (few or unknown or environment["share_gpu"])
                  and any(not same_time(r, first) for _, r in group))) if moved]
-            few = min(map(timed_steps, (r for _, r in group))) < TIMED_STEPS
             details.append((NA if moved or few else "PASS",
                             f"{key.removeprefix(ZERO)} ({group[0][0]} to {group[-1][0]})",
                             f"moved {', '.join(moved)}" if moved else "too few steps" if few else
                             "changed nothing" + WHY_WITHOUT_EFFECT.get(key, "")
-                            + f" (memory not compared, {unknown})" * bool(unknown)))
+                            + f" (memory and time not compared, {unknown})" * bool(unknown)))
     return "PASS" if any(o == "PASS" for o, _, _ in details) else NA, (
         together(details) or "no two runs differ in a swept key alone (the stage apart)")
 
@@ -1762,12 +1810,14 @@ def project(run, environment):
 def replace_file(path, text):
     """Write a small file whole or not at all."""
     path = Path(os.path.realpath(path))
-    part = path.with_name(path.name + ".part")
+    handle, part = tempfile.mkstemp(prefix=".train_zero2_", dir=path.parent)
     try:
-        part.write_text(text)
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.chmod(part, 0o644)
         os.replace(part, path)
     except OSError:
-        part.unlink(missing_ok=True)
+        os.unlink(part)
         raise
 
 
@@ -1862,8 +1912,10 @@ def print_comparison(record):
         peaks, seconds = run["peak_allocated_bytes"], run["median_step_seconds"]
         rows.append([run["name"], peaks["backward"], peaks["step"], peaks["steady"],
                      None if memory_unknown(environment) else
-                     run["floor_bytes"] + peak_of(run["expected_bytes"]), str(run["worst_rank"]),
-                     str(reductions(run)), f"{seconds * 1e3:.1f}" if seconds else None,
+                     run["floor_bytes"] + peak_of(run["expected_bytes"]),
+                     str(run["worst_rank"]) if seconds else None,
+                     str(reductions(run)) if seconds else None,
+                     f"{seconds * 1e3:.1f}" if seconds else None,
                      f"{run['steps'][-1]['loss'] or math.nan:.4f}"])
     if len(runs) > 1:
         table(rows, width)
@@ -2057,11 +2109,13 @@ def attempt(run, launch, model, tokenizer, dataset, args, stop):
         return record
     except RunFailed as error:
         message = str(error)
+    store, key = dist.distributed_c10d._get_default_store(), f"{run.name} failed on "
+    store.set(key + str(launch.rank), message)            # a collective could meet the others' own
     try:
-        dist.monitored_barrier(launch.control, AGREE_TIMEOUT)
+        store.wait([key + str(rank) for rank in range(launch.world_size)], AGREE_TIMEOUT)
     except RuntimeError:
         raise RunFailed(message) from None
-    return record | {"error": launch.gather(message)[0]}
+    return record | {"error": store.get(key + "0").decode()}
 
 
 def leave(launch, message, status):
@@ -2079,7 +2133,8 @@ def leave(launch, message, status):
 
 def main(argv=None):
     rank = os.environ.get("RANK", "0")
-    launch = Launch(int(rank) if rank.isdigit() else 0, 1, 0)
+    launch = Launch(int(rank) if rank.isdecimal() else 0, 1, 0)
+    sys.stdout.reconfigure(errors="backslashreplace")             # a terminal without Unicode
     try:
         launch = read_launch()
         args = parse_arguments(argv)

@@ -384,6 +384,12 @@ def script(*arguments, no_torch, attempts=3, env=None):
     return done.returncode, done.stdout, done.stderr, min(seconds)
 
 
+def test_whole_betas_become_floats():
+    config = check_config(changed("optimizer.params.betas", [0, 0]), 1)
+    assert [type(beta) for beta in config["optimizer.params.betas"]] == [float, float]
+
+
+
 def test_help_is_quick_and_names_every_flag(no_torch):
     status, out, err, seconds = script("--help", no_torch=no_torch)
     assert (status, err) == (0, "") and seconds < 0.6

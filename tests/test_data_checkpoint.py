@@ -225,14 +225,34 @@ def test_another_number_of_ranks_is_refused_with_two_steps_that_work(one_rank, u
     (["--seed", "7"], {}, "seed"), (["--seq-len", "16"], {}, "seq_len"),
     (["--steps", "2"], {}, "step"),
     ([], {"zero_optimization": {"stage": 0}}, "stage"),
-    ([], {"gradient_accumulation_steps": 2}, "settings"),
-    ([], {"gradient_clipping": 7.0}, "settings")])
+    ([], {"gradient_accumulation_steps": 2}, "gradient_accumulation_steps 1, this run 2"),
+    ([], {"gradient_clipping": 7.0}, "gradient_clipping 1.0, this run 7.0"),
+    ([], {"zero_optimization": {"stage": 2, "reduce_bucket_size": 5e5,
+                                "round_robin_gradients": True}}, "round_robin_gradients")])
 def test_a_checkpoint_of_another_run_is_refused(resumed, tiny, arguments, keys, word, folder):
     path = with_text(folder(), (resumed.folder / "text.txt").read_bytes())
     result = own_text(path, tiny, *arguments, "--checkpoint", resumed.folder / "kept", "--resume",
                       keys=keys, ok=False, timeout=60, env={
                           "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
     assert result.rc == 2 and result.err.count("\n") == 1 and word in result.err
+
+
+def test_another_text_of_the_same_length_is_refused(resumed, tiny, folder):
+    path = with_text(folder(), (resumed.folder / "text.txt").read_bytes().swapcase())
+    result = own_text(path, tiny, "--checkpoint", resumed.folder / "kept", "--resume", ok=False,
+                      timeout=60, env={"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
+    assert result.rc == 2 and "the checkpoint has data" in result.err
+
+
+@pytest.mark.parametrize("damaged", ["zero_pp_rank_1*", "random_rank1.pt"])
+def test_damage_that_one_rank_alone_sees_ends_the_launch(resumed, tiny, folder, damaged):
+    path = with_text(folder(), (resumed.folder / "text.txt").read_bytes())
+    shutil.copytree(resumed.folder / "before", path / "kept")
+    [file] = (path / "kept" / "step2").glob(damaged)
+    file.write_bytes(file.read_bytes()[:100])
+    result = own_text(path, tiny, "--checkpoint", path / "kept", "--resume", by="torchrun",
+                      ok=False, timeout=90)
+    assert result.rc == 1 and "step2 cannot be loaded" in result.err
 
 
 @pytest.mark.parametrize("damage", ["empty", "no pointer", "pointer to nothing", "half"])

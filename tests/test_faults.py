@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from conftest import Launch, config, launch
+from conftest import Launch, config, free_port, launch
 
 RUNS = ("--random-weights", "--steps", 4, "--sweep", "stage=0,2")
 
@@ -168,6 +168,33 @@ def test_two_launches_at_once(tmp_path, small):
     assert [result.rc for result in results] == [0, 0], results[0].err + results[1].err
     assert results[0].record["runs"][0]["steps"][2]["loss"] == pytest.approx(
         results[1].record["runs"][0]["steps"][2]["loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_rank_that_waits_for_another(tmp_path, small, number):
+    launched = start(tmp_path, small, "--random-weights", env={
+        "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port())})
+    time.sleep(8)                                          # its imports take less
+    launched.process.send_signal(number)
+    begin = time.monotonic()
+    assert finish(launched).rc == 130 and time.monotonic() - begin < 30
+    assert "interrupted" in launched.text("stderr")
+
+
+def test_outputs_leave_their_neighbours_alone(tmp_path, small):
+    for name in ("record.json.part", "record.json.tmp"):
+        (tmp_path / name).write_text("mine")
+    finish(start(tmp_path, small, "--random-weights", "--steps", 1))
+    assert {path.name: path.read_text() for path in tmp_path.glob("record.json.*")} == {
+        "record.json.part": "mine", "record.json.tmp": "mine"}
+
+
+def test_weights_are_saved_through_a_link(tmp_path, small):
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    result = finish(start(tmp_path, small, "--random-weights", "--steps", 1, "--save",
+                          tmp_path / "link"))
+    assert result.rc == 0 and (tmp_path / "there" / "model.safetensors").exists()
 
 
 def test_a_lock_left_by_a_killed_build_is_not_waited_for(tmp_path, small):
