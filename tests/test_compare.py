@@ -1,10 +1,12 @@
 """Verdicts and recommendation over records made by hand; the memory model against measurements."""
 import json
+from unittest import mock
 
 import pytest
 
 from conftest import STAGE0, ZERO2
-from train_zero2 import check_config, compare, expected_bytes, groups_by, recommend, unflatten
+from train_zero2 import (Launch, Run, RunFailed, check_config, check_fits, compare, expected_bytes,
+                         groups_by, recommend, unflatten)
 
 MB = 1e6
 LOSSES = (10.0, 9.0, 8.0, 7.0, 6.0)
@@ -272,7 +274,7 @@ def test_recommendation_says_that_nothing_needs_less():
 # -------------------------------------------------------------------------------- memory model
 
 WORKSPACE = 68 * MB                     # any CUDA run of this model has it (facts, one H200)
-WIDTHS = {"gpt2": (768, 12), "gpt2-medium": (1024, 24)}
+WIDTHS = {"gpt2": (768, 12), "gpt2-medium": (1024, 24), "gpt2-large": (1280, 36)}
 
 
 def sizes(model="gpt2"):
@@ -318,6 +320,48 @@ MEASURED = [
 def test_expected_within_three_percent_of_measured(mb, phase, ranks, rank, zero):
     expected = expect(phase, ranks, rank, **zero) / MB
     assert abs(expected - mb) <= 0.03 * mb, f"expected {expected:.0f}, measured {mb}"
+
+
+EVERY_RANK = [
+    # model, stage, ranks, MB on each rank (stage 0: on all): resident, backward, step. One H200
+    # shared over NCCL 2.31, buckets of 5e7 with overlap; gpt2-large on 8 ranks in expandable segments
+    ("gpt2", 0, 4, [1819], [2334], [2584]),
+    ("gpt2", 2, 4, [692, 691, 691, 691], [1125, 1125, 1191, 1191], [1018, 1004, 944, 944]),
+    ("gpt2", 0, 8, [1819], [2334], [2584]),
+    ("gpt2", 2, 8, [505, 505, 505, 505, 505, 505, 505, 505], [939, 939, 939, 939, 977, 972, 977, 972],
+     [707, 707, 695, 630, 636, 631, 636, 631]),
+    ("gpt2-medium", 2, 2, [2907, 2907], [3773, 3777], [4328, 4332]),
+    ("gpt2-medium", 0, 2, [5036], [6459], [7169]),
+    ("gpt2-large", 2, 2, [6260, 6260], [7621, 7667], [9357, 9361]),
+    ("gpt2-large", 0, 2, [11131], [13698], [15862]),
+    ("gpt2-large", 2, 4, [3938, 3938, 3938, 3938], [4919, 4919, 4919, 4974],
+     [5495, 5495, 5495, 5495]),
+    ("gpt2-large", 0, 4, [11131], [13698], [15862]),
+    ("gpt2-large", 2, 8, [2777, 2777, 2777, 2777, 2777, 2777, 2777, 2777], [3560, 3573, 3573, 3560, 3560, 3582, 3620, 3648],
+     [3555, 3568, 3568, 3555, 3555, 3564, 3564, 3555]),
+    ("gpt2-large", 0, 8, [10905], [13460], [15549]),]
+
+
+@pytest.mark.parametrize("model, stage, ranks, resident, backward, step", EVERY_RANK)
+def test_expected_on_every_rank(model, stage, ranks, resident, backward, step):
+    for phase, measured in (("resident", resident), ("backward", backward), ("step", step)):
+        for rank, mb in enumerate(measured):
+            expected = expect(phase, ranks, rank, model, stage=stage, **OVERLAP) / MB
+            assert abs(expected - mb) <= 0.03 * mb, f"{phase}, rank {rank}: {expected:.0f}, {mb}"
+
+
+def test_ranks_that_do_not_fit_on_a_gpu_fail_before_anything_is_built():
+    import torch                                           # as check_fits does
+    run = Run("a", resolved(ZERO2, 4), {})
+    launch = Launch(0, 4, 0, torch.device("cuda", 0), "nccl", shared=4)
+    model = mock.Mock()
+    model.parameters.return_value = [mock.Mock(numel=lambda n=n: n) for n in sizes()]
+    with mock.patch("torch.cuda.get_device_properties") as properties:
+        properties.return_value.total_memory = 4.8e9       # 4 x 1188 MB are 4.75 GB
+        check_fits({"floor_bytes": WORKSPACE}, run, launch, model)
+        properties.return_value.total_memory = 4.7e9
+        with pytest.raises(RunFailed, match=r"4 rank\(s\) on one GPU need 1\.2 GB each.* 4\.7 GB"):
+            check_fits({"floor_bytes": WORKSPACE}, run, launch, model)
 
 
 @pytest.mark.parametrize("bucket", [5e7, 1e6])
