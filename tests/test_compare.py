@@ -324,7 +324,7 @@ def test_expected_within_three_percent_of_measured(mb, phase, ranks, rank, zero)
 
 EVERY_RANK = [
     # model, stage, ranks, MB on each rank (stage 0: on all): resident, backward, step. One H200
-    # shared over NCCL 2.31, buckets of 5e7 with overlap; gpt2-large on 8 ranks in expandable segments
+    # shared over NCCL 2.31, 5e7 with overlap; gpt2-large on 8 ranks in expandable segments
     ("gpt2", 0, 4, [1819], [2334], [2584]),
     ("gpt2", 2, 4, [692, 691, 691, 691], [1125, 1125, 1191, 1191], [1018, 1004, 944, 944]),
     ("gpt2", 0, 8, [1819], [2334], [2584]),
@@ -337,9 +337,10 @@ EVERY_RANK = [
     ("gpt2-large", 2, 4, [3938, 3938, 3938, 3938], [4919, 4919, 4919, 4974],
      [5495, 5495, 5495, 5495]),
     ("gpt2-large", 0, 4, [11131], [13698], [15862]),
-    ("gpt2-large", 2, 8, [2777, 2777, 2777, 2777, 2777, 2777, 2777, 2777], [3560, 3573, 3573, 3560, 3560, 3582, 3620, 3648],
+    ("gpt2-large", 2, 8, [2777, 2777, 2777, 2777, 2777, 2777, 2777, 2777],
+     [3560, 3573, 3573, 3560, 3560, 3582, 3620, 3648],
      [3555, 3568, 3568, 3555, 3555, 3564, 3564, 3555]),
-    ("gpt2-large", 0, 8, [10905], [13460], [15549]),]
+    ("gpt2-large", 0, 8, [10905], [13460], [15549])]
 
 
 @pytest.mark.parametrize("model, stage, ranks, resident, backward, step", EVERY_RANK)
