@@ -991,8 +991,8 @@ def synchronize(launch):
 class StopRequest:
     """Turns SIGINT or SIGTERM into a request that all ranks honour after a step.
 
-    Before the first step, and at a second SIGINT, it ends at once. A SIGTERM behind a SIGINT does
-    not: deepspeed's launcher sends it.
+    Before the first step, and at a second SIGINT, it ends the process. A SIGTERM behind a SIGINT
+    and a SIGINT right behind one do not: launchers send them when a terminal has sent its own.
     """
 
     def __init__(self):
@@ -1004,25 +1004,23 @@ class StopRequest:
             signal.signal(number, self.receive)
         threading.Thread(target=self.watch, args=(pipe,), daemon=True).start()
 
-    def ends(self, number, before):
-        return number == signal.SIGINT if before else not self.training
-
     def receive(self, number, frame):
-        if self.ends(number, self.signal):
+        if not self.signal and not self.training:
             raise KeyboardInterrupt
         self.signal = self.signal or number
 
     def watch(self, pipe):
-        """End the process where Python's handler cannot: it waits for the main thread, which may
-        wait for another rank."""
-        before = 0
+        """End the process where receive cannot: the main thread may wait for another rank."""
+        first = None
         while True:
-            number = os.read(pipe, 1)[0]
-            if self.ends(number, before):
-                time.sleep(2 * REFUSAL_DELAY_SECONDS)
-                os.write(2, b"train_zero2: interrupted\n")
+            number, now = os.read(pipe, 1)[0], time.monotonic()
+            again = first is not None and number == signal.SIGINT and now > first + 1
+            if again or (first is None and not self.training):
+                time.sleep(0 if again else 2 * REFUSAL_DELAY_SECONDS)       # receive comes first
+                if os.environ.get("RANK", "0") == "0":
+                    os.write(2, b"train_zero2: interrupted\n")
                 os._exit(130)
-            before = before or number
+            first = first or now
 
 
 def repair_baseline(engine, config):

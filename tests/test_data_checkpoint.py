@@ -244,7 +244,8 @@ def test_another_text_of_the_same_length_is_refused(resumed, tiny, folder):
     assert result.rc == 2 and "the checkpoint has data" in result.err
 
 
-@pytest.mark.parametrize("damaged", ["zero_pp_rank_1*", "random_rank1.pt"])
+@pytest.mark.parametrize("damaged", ["zero_pp_rank_1*", pytest.param(
+    "random_rank1.pt", marks=pytest.mark.slow)])
 def test_damage_that_one_rank_alone_sees_ends_the_launch(resumed, tiny, folder, damaged):
     path = with_text(folder(), (resumed.folder / "text.txt").read_bytes())
     shutil.copytree(resumed.folder / "before", path / "kept")

@@ -170,7 +170,22 @@ def test_two_launches_at_once(tmp_path, small):
         results[1].record["runs"][0]["steps"][2]["loss"], rel=1e-6)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.slow                                          # torchrun waits 30 s for the other rank
+def test_a_second_interrupt_ends_a_step_that_waits(tmp_path, small):
+    launched = start(tmp_path, small, "--random-weights", "--steps", 200, by="torchrun",
+                     patch="stall=forward:1:3")
+    launched.wait_for("step   2")
+    time.sleep(2)                                          # rank 0 is in step 3, for rank 1 to come
+    [rank0] = [p for p in launched.processes() if p.environ().get("RANK") == "0"]
+    rank0.send_signal(signal.SIGINT)
+    time.sleep(2)
+    rank0.send_signal(signal.SIGINT)
+    assert finish(launched).rc == 1
+    assert "train_zero2: interrupted" in launched.text("stderr")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(
+    signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_ends_a_rank_that_waits_for_another(tmp_path, small, number):
     launched = start(tmp_path, small, "--random-weights", env={
         "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",

@@ -327,7 +327,7 @@ def breaking_hub():
         server.shutdown()
 
 
-@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("named", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_hub_that_goes_away_in_a_file(folder, breaking_hub, named):
     path = folder()
     result = launch(path, *["--model", "gpt2"][:2 * named], "--config", config(path, micro=1),
