@@ -93,7 +93,9 @@ class Launch:
         self.files = [open(self.folder / name, "w+") for name in ("stdout", "stderr")]
         self.process = subprocess.Popen(
             list(map(str, words)), stdout=self.files[0], stderr=self.files[1], cwd=self.folder,
-            start_new_session=True, stdin=subprocess.DEVNULL, env=inherited | {
+            start_new_session=True, stdin=subprocess.DEVNULL,
+            # A job in the background inherits SIGINT ignored.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), env=inherited | {
                 TAG: self.tag, "OMP_NUM_THREADS": "1" if ranks > 1 else "2", "PATH": path,
                 "TORCH_CUDA_ARCH_LIST": "9.0a", "CUDA_HOME": "/nowhere",
                 "TRAIN_ZERO2_PATCH": patch, **(env or {})})

@@ -54,6 +54,7 @@ def test_a_rank_that_dies_ends_the_launch(tmp_path, small, by, fault):
         assert "RuntimeError: injected fault" in result.out + result.err
 
 
+@pytest.mark.slow                                          # torchrun waits 30 s for the other rank
 def test_a_rank_that_stalls_ends_the_launch_with_a_message(tmp_path, small):
     result = finish(start(tmp_path, small, *RUNS, by="torchrun",
                           patch="timeout=8 stall=backward:1:6"), timeout=50)
