@@ -180,8 +180,8 @@ def check_arguments(args, runs):
     used = {os.path.realpath(path): "--config" for path in args.config}
     used[os.path.realpath(__file__)] = "this script"
     used |= {os.path.realpath(args.data): "--data"} if args.data else {}
-    if args.save and args.checkpoint and os.path.realpath(args.save) in (
-            [*map(str, Path(os.path.realpath(args.checkpoint)).parents)]):
+    if args.save and args.checkpoint and Path(os.path.realpath(args.save)) in Path(
+            os.path.realpath(args.checkpoint)).parents:
         raise Refused(f"--checkpoint {args.checkpoint}: inside --save; name a folder beside it")
     for flag in ("json", "plot", "memory_snapshot", "save", "checkpoint"):
         path, folder = getattr(args, flag), flag in ("save", "checkpoint")
@@ -1257,13 +1257,19 @@ def identity(run, args, world_size):
             run.config.get(ZERO + "round_robin_gradients", False)} | held
 
 
+def last_checkpoint(folder):
+    """(tag, what save_checkpoint wrote beside it) of the checkpoint that `latest` names."""
+    tag = (folder / "latest").read_text().strip()
+    return tag, json.loads((folder / tag / "train_zero2.json").read_text())
+
+
 def check_resume(run, args, world_size):
     """Refuse to resume where there is nothing, or something else; needs no torch."""
     now = identity(run, args, world_size)
     try:
-        tag = (args.checkpoint / "latest").read_text().strip()
-        saved = json.loads((args.checkpoint / tag / "train_zero2.json").read_text())
-        if type(saved["step"]) is not int or not {"precision", *list(now)[:7]} <= {*saved}:
+        tag, saved = last_checkpoint(args.checkpoint)
+        always = {"precision", *(key for key in now if key not in run.config)}
+        if type(saved["step"]) is not int or not always <= {*saved}:
             raise ValueError
     except (OSError, ValueError, TypeError, KeyError):
         raise Refused(f"--resume: no whole checkpoint in {args.checkpoint}; start without "
@@ -1275,10 +1281,10 @@ def check_resume(run, args, world_size):
             f"is {world_size} at {now['stage']}; convert it: (1) python -m deepspeed.checkpoint."
             f"ds_to_universal --inject_missing_state --input_folder {folder} --output_folder "
             f'{folder}_universal (2) add "checkpoint": {{"load_universal": true}} to the JSON')
-    for key in list(now | saved)[2:]:
-        free = key in ("step", "precision") or (universal and key in (
-            "train_batch_size", ACCUMULATION, "round_robin_gradients"))
-        if not free and saved.get(key) != now.get(key):
+    free = ["step", "precision"] + ["world_size", "stage", "train_batch_size", ACCUMULATION,
+                                    "round_robin_gradients"] * bool(universal)
+    for key in now | saved:
+        if key not in free and saved.get(key) != now.get(key):
             raise Refused(f"--resume: the checkpoint has {key} {saved.get(key)}, this run "
                           f"{now.get(key)}; go on with the checkpoint's")
     if saved["step"] >= args.steps:
@@ -1318,11 +1324,7 @@ def save_checkpoint(engine, launch, run, args, step):
 def load_checkpoint(engine, run, launch, args):
     """Load what `latest` names into the engine; returns the number of steps done."""
     import torch
-    tag = (args.checkpoint / "latest").read_text().strip()
-    saved = json.loads((args.checkpoint / tag / "train_zero2.json").read_text())
-    if saved["precision"] != precision_of(run.config):
-        raise Refused(f"--resume: the checkpoint is in {saved['precision']}, this run in "
-                      f"{precision_of(run.config)}")
+    tag, saved = last_checkpoint(args.checkpoint)
     universal = engine.load_universal_checkpoint()
     name, random = tag + "_universal" * universal, (
         args.checkpoint / tag / f"random_rank{launch.rank}.pt")
@@ -1908,12 +1910,11 @@ def print_comparison(record):
             rows.append([f"{run['name']:<{width}}  failed: {run['error']}"])
             continue
         peaks, seconds = run["peak_allocated_bytes"], run["median_step_seconds"]
+        steady = [str(run["worst_rank"]), str(reductions(run)), f"{seconds * 1e3:.1f}"] if (
+            seconds) else [None] * 3
         rows.append([run["name"], peaks["backward"], peaks["step"], peaks["steady"],
                      None if memory_unknown(environment) else
-                     run["floor_bytes"] + peak_of(run["expected_bytes"]),
-                     str(run["worst_rank"]) if seconds else None,
-                     str(reductions(run)) if seconds else None,
-                     f"{seconds * 1e3:.1f}" if seconds else None,
+                     run["floor_bytes"] + peak_of(run["expected_bytes"]), *steady,
                      f"{run['steps'][-1]['loss'] or math.nan:.4f}"])
     if len(runs) > 1:
         table(rows, width)
@@ -2031,6 +2032,10 @@ def settle_precision(runs, args, launch):
 def load(args, launch, runs):
     """Tokenizer, model, text (None: the sentences) and environment; ranks agree on all of it."""
     settle_precision(runs, args, launch)
+    if args.resume:
+        now, saved = precision_of(runs[0].config), last_checkpoint(args.checkpoint)[1]["precision"]
+        if now != saved:
+            raise Refused(f"--resume: the checkpoint is in {saved}, this run in {now}")
     found = launch.decide(find_model, args)
     if found["hub"] and launch.rank:                  # other hosts fetch what rank 0 found
         found["folder"] = fetch(found["name"])

@@ -8,7 +8,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_zero2 as T                                                      # noqa: E402
 
-ZERO = "zero_optimization."
+ZERO, synchronize = T.ZERO, T.synchronize
 
 
 def new_parser(docstring, micro_batch=3, seq_len=64):
@@ -64,13 +64,6 @@ def resolve(args, launch, stage=2, **changes):
         "train_micro_batch_size_per_gpu": args.micro_batch, ZERO + "stage": stage}
     config |= {f"{p}.enabled": p == args.precision for p in ("fp16", "bf16")}
     return T.check_config(T.unflatten(config | changes), launch.world_size)
-
-
-def synchronize(launch):
-    """Wait for the GPU, so that the clock starts and stops on an idle device."""
-    import torch
-    if launch.on_gpu:
-        torch.cuda.synchronize(launch.device)
 
 
 def describe(args, launch, model):

@@ -48,14 +48,12 @@ def contenders(args, world_size):
     rows.append(("DeepSpeed 0", DeepSpeedLoop, 0, {}))
     rows += [(f"DeepSpeed {stage}" + " overlap" * on, DeepSpeedLoop, stage,
               {ZERO + "overlap_comm": on}) for stage in (1, 2) for on in (False, True)]
-    small = {ZERO + "overlap_comm": False, ZERO + "reduce_bucket_size": 10 ** 6}
-    rows += [("DeepSpeed 2 1e6", DeepSpeedLoop, 2, small),
-             ("DeepSpeed 2 1e6 groups", DeepSpeedLoop, 2, small | {"grouped": True}),
-             ("DeepSpeed 2 one check (patched)", DeepSpeedLoop, 2, {
-                 ZERO + "overlap_comm": False, "one_check": True})]
-    if args.precision == "bf16":                          # has a key for it, and no such kernel
-        rows[-1] = ("DeepSpeed 2 no check", DeepSpeedLoop, 2, {
-            ZERO + "overlap_comm": False, "bf16.check_grad_overflow": False})
+    apart = {ZERO + "overlap_comm": False}
+    small = apart | {ZERO + "reduce_bucket_size": 10 ** 6}
+    check = ("no check", {"bf16.check_grad_overflow": False}) if args.precision == "bf16" else (
+        "one check (patched)", {"one_check": True})       # bf16 has a key for it
+    rows += [(f"DeepSpeed 2 {name}", DeepSpeedLoop, 2, changes) for name, changes in (
+        ("1e6", small), ("1e6 groups", small | {"grouped": True}), (check[0], apart | check[1]))]
     if args.compile:
         rows += [(name + " compiled", which, kind, settings | {"compiled": True})
                  for name, which, kind, settings in rows if "ZRO" not in name]

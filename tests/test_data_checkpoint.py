@@ -244,6 +244,15 @@ def test_another_text_of_the_same_length_is_refused(resumed, tiny, folder):
     assert result.rc == 2 and "the checkpoint has data" in result.err
 
 
+def test_another_precision_is_refused_before_the_model_is_loaded(tmp_path, small):
+    arguments = ("--config", config(tmp_path), "--model", small, "--random-weights", "--checkpoint",
+                 tmp_path / "kept")
+    launch(tmp_path, *arguments, "--steps", 1)
+    result = launch(tmp_path, *arguments, "--steps", 2, "--resume", "--precision", "bf16", ok=False)
+    assert result.rc == 2 and result.out == "" and result.err.count("\n") == 1
+    assert "the checkpoint is in fp32, this run in bf16" in result.err
+
+
 @pytest.mark.parametrize("damaged", ["zero_pp_rank_1*", pytest.param(
     "random_rank1.pt", marks=pytest.mark.slow)])
 def test_damage_that_one_rank_alone_sees_ends_the_launch(resumed, tiny, folder, damaged):
