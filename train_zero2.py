@@ -1079,7 +1079,10 @@ def build_engine(run, launch, model, args, memory):
     for group in dist.distributed_c10d._world.pg_map:         # DeepSpeed leaves its own at 30 min
         dist.distributed_c10d._set_pg_timeout(COLLECTIVE_TIMEOUT, group)
     if args.compile:
-        engine.compile()
+        try:
+            engine.compile()
+        except Exception as error:                            # DeepCompile's own build, with nvcc
+            raise RunFailed(f"--compile: cannot build: {first_line(error)}") from None
     repairs = repair_baseline(engine, run.config)
     torch.manual_seed(args.seed + 1 + launch.rank)            # dropout; the same in every run
     return engine, repairs
@@ -1204,7 +1207,8 @@ def measure(record, run, launch, engine, dataset, args, stop, on_step, memory, c
         "resident": resident, "reserved": memory.reserved or memory.read(),
         "device_used": device_used(launch) if launch.on_gpu else None, "padding": pads})
     record.update(summarize(record["steps"], rows, run.config, args.seq_len),
-                  collectives=collectives, interrupted=stopped)
+                  collectives=None if run.config.get("compile.deepcompile") else collectives,
+                  interrupted=stopped)
     return not stopped
 
 
@@ -1543,7 +1547,7 @@ def stage_of(run):
 
 def reductions(run):
     """Gradient reductions of one step, control traffic left out."""
-    return sum(run["collectives"].get(kind, {}).get("count", 0)
+    return sum((run["collectives"] or {}).get(kind, {}).get("count", 0)
                for kind in ("all_reduce", "reduce", "reduce_scatter_tensor"))
 
 
@@ -1698,7 +1702,8 @@ def bucket_effect(runs, environment):
         (smallest, small), (largest, large) = group[0], group[-1]
         peaks = [r["peak_allocated_bytes"] for r in (small, large)]
         times = [r["median_step_seconds"] for r in (small, large)]
-        whole = "either holds all gradients" if smallest >= environment["parameters"] else ""
+        whole = "either holds all gradients" if smallest >= environment["parameters"] else (
+            "not counted" if None in (small["collectives"], large["collectives"]) else "")
         parts = [  # label, figures, unit and its name, sign of the expected gain, noise, why not
             ("reductions", *map(reductions, (small, large)), 1, "", 1, 0, whole),
             ("backward peak", *(p["backward"] for p in peaks), MB, " MB", -1,
@@ -1730,22 +1735,23 @@ WHY_WITHOUT_EFFECT = {
 
 
 def knob_without_effect(runs, environment):
-    """PASS where a swept key changed nothing: same collectives, same peaks, times within noise."""
+    """PASS where a swept key changed nothing, whatever else was swept: the same losses, collectives
+    and peaks, times within the noise."""
     details, unknown = [], memory_unknown(environment)
     for key in {key: None for run in runs for key in run["swept"] if key != STAGE}:
-        for group in groups_by(runs, key):
-            first = group[0][1]
-            few = min(map(timed_steps, (r for _, r in group))) < TIMED_STEPS
-            moved = [what for what, moved in (
-                ("losses", loss_agrees([r for _, r in group])[0] != "PASS"),
-                ("collectives", any(r["collectives"] != first["collectives"] for _, r in group)),
-                ("memory", not unknown and any(not same_peak(
-                    r["peak_allocated_bytes"][phase], first["peak_allocated_bytes"][phase])
-                    for _, r in group for phase in PHASES[1:])),
-                ("time", not (few or unknown or environment["share_gpu"])
-                 and any(not same_time(r, first) for _, r in group))) if moved]
+        groups = groups_by(runs, key)
+        pairs = [(run, group[0][1]) for group in groups for _, run in group[1:]]
+        few = any(timed_steps(run) < TIMED_STEPS for pair in pairs for run in pair)
+        moved = [what for what, differ in (
+            ("losses", lambda a, b: loss_agrees([a, b])[0] != "PASS"),
+            ("collectives", lambda a, b: a["collectives"] != b["collectives"]),
+            ("memory", lambda a, b: not unknown and not all(same_peak(
+                *(run["peak_allocated_bytes"][phase] for run in (a, b))) for phase in PHASES[1:])),
+            ("time", lambda a, b: not (few or unknown or environment["share_gpu"])
+             and not same_time(a, b))) if any(differ(*pair) for pair in pairs)]
+        if pairs:
             details.append((NA if moved or few else "PASS",
-                            f"{key.removeprefix(ZERO)} ({group[0][0]} to {group[-1][0]})",
+                            f"{key.removeprefix(ZERO)} ({groups[0][0][0]} to {groups[0][-1][0]})",
                             f"moved {', '.join(moved)}" if moved else "too few steps" if few else
                             "changed nothing" + WHY_WITHOUT_EFFECT.get(key, "")
                             + f" (memory and time not compared, {unknown})" * bool(unknown)))
@@ -1886,9 +1892,11 @@ def print_run(run, environment):
     if run["median_step_seconds"]:
         print(f"median step {run['median_step_seconds'] * 1e3:.1f} ms (interquartile range "
               f"{run['step_seconds_iqr'] * 1e3:.1f}), {run['tokens_per_second']:,.0f} tokens/s, "
-              f"{run['padding_share']:.0%} padding; a step: " + (", ".join(
-                  f"{c['count']} {kind} ({c['bytes'] / MB:,.1f} MB)"
-                  for kind, c in run["collectives"].items()) or "no collectives"))
+              f"{run['padding_share']:.0%} padding; a step: " + (
+                  "collectives not counted, DeepCompile's graph makes them"
+                  if run["collectives"] is None else ", ".join(
+                      f"{c['count']} {kind} ({c['bytes'] / MB:,.1f} MB)"
+                      for kind, c in run["collectives"].items()) or "no collectives"))
     if environment["data"]:
         print(f"{run['tokens_seen']:,} tokens seen, epoch {run['steps'][-1]['epoch'] + 1}")
     if run["interrupted"]:
@@ -2051,6 +2059,8 @@ def load(args, launch, runs):
     if len(tokenizer) > model.config.vocab_size:
         raise Refused(f"--model {found['name']}: {len(tokenizer)} tokens in the vocabulary, "
                       f"{model.config.vocab_size} in the model: they do not belong together")
+    if not launch.on_gpu and any(run.config.get("compile.deepcompile") for run in runs):
+        raise Refused('"compile.deepcompile": true needs a GPU; remove it')
     if args.memory_snapshot and not launch.on_gpu:
         launch.notices.append("--memory-snapshot: needs a GPU; nothing will be written.")
     launch.notices += foresee(runs, [p.numel() for p in model.parameters()], launch.world_size,

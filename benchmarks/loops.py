@@ -99,12 +99,13 @@ def shard(module, launch, dtype, compiled):
 class DeepSpeedLoop:
     """train_zero2's own code path: build_engine with its repairs, then train_step.
 
-    grouped: a parameter group per block, embeddings last, so that the optimizer step's fp32 copy is
-    one group's. one_check: the overflow check of all gradients in GradScaler's multi-tensor kernel
-    in place of DeepSpeed's, which takes six kernels per weight; only to tell what that one costs.
+    groups: so many parameter groups of whole blocks, then one of the embeddings, so that the
+    optimizer step's fp32 copy is one group's. one_check: the overflow check of all gradients in
+    GradScaler's multi-tensor kernel in place of DeepSpeed's, which takes six kernels per weight;
+    only to tell what that one costs.
     """
 
-    def __init__(self, stage, args, launch, model, clip, compiled=False, grouped=False,
+    def __init__(self, stage, args, launch, model, clip, compiled=False, groups=None,
                  one_check=False, **changes):
         import deepspeed
         changes |= {"gradient_clipping": clip}
@@ -112,7 +113,7 @@ class DeepSpeedLoop:
             changes |= {ZERO + "compute_grad_norm": bool(clip)}
         run = T.Run(f"stage{stage}", resolve(args, launch, stage, **changes), {})
         flags = types.SimpleNamespace(compile=compiled, seed=args.seed)
-        initialize = by_block(deepspeed.initialize) if grouped else deepspeed.initialize
+        initialize = by_blocks(deepspeed.initialize, groups) if groups else deepspeed.initialize
         with unittest.mock.patch("deepspeed.initialize", initialize):
             self.engine, self.repairs = T.build_engine(run, launch, model, flags,
                                                        T.PeakMemory(launch))
@@ -130,10 +131,12 @@ class DeepSpeedLoop:
         self.engine.destroy()
 
 
-def by_block(initialize):
-    """deepspeed.initialize with one parameter group per block; embeddings and the rest last."""
+def by_blocks(initialize, number):
+    """deepspeed.initialize with number groups of whole blocks; embeddings and the rest last."""
     def grouped(model, model_parameters, **settings):
-        groups = [list(block.parameters()) for block in model.model.transformer.h]
+        blocks = model.model.transformer.h
+        each = -(-len(blocks) // number)
+        groups = [list(blocks[i:i + each].parameters()) for i in range(0, len(blocks), each)]
         inside = {id(p) for group in groups for p in group}
         groups.append([p for p in model_parameters if id(p) not in inside])
         return initialize(model=model, model_parameters=[{"params": g} for g in groups], **settings)

@@ -49,11 +49,13 @@ def contenders(args, world_size):
     rows += [(f"DeepSpeed {stage}" + " overlap" * on, DeepSpeedLoop, stage,
               {ZERO + "overlap_comm": on}) for stage in (1, 2) for on in (False, True)]
     apart = {ZERO + "overlap_comm": False}
-    small = apart | {ZERO + "reduce_bucket_size": 10 ** 6}
+    small, middle = (apart | {ZERO + "reduce_bucket_size": size} for size in (10 ** 6, 10 ** 7))
+    grouped = {"groups": 3, ZERO + "contiguous_gradients": False}
     check = ("no check", {"bf16.check_grad_overflow": False}) if args.precision == "bf16" else (
         "one check (patched)", {"one_check": True})       # bf16 has a key for it
     rows += [(f"DeepSpeed 2 {name}", DeepSpeedLoop, 2, changes) for name, changes in (
-        ("1e6", small), ("1e6 groups", small | {"grouped": True}), (check[0], apart | check[1]))]
+        ("1e6", small), ("1e7", middle), ("1e7 groups", middle | grouped),
+        (check[0], apart | check[1]))]
     if args.compile:
         rows += [(name + " compiled", which, kind, settings | {"compiled": True})
                  for name, which, kind, settings in rows if "ZRO" not in name]

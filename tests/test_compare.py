@@ -10,7 +10,8 @@ from train_zero2 import (Launch, Run, RunFailed, check_config, check_fits, compa
 
 MB = 1e6
 LOSSES = (10.0, 9.0, 8.0, 7.0, 6.0)
-BUCKET, ALLGATHER = (f"zero_optimization.{name}_bucket_size" for name in ("reduce", "allgather"))
+BUCKET, ALLGATHER, OVERLAP = (f"zero_optimization.{name}" for name in (
+    "reduce_bucket_size", "allgather_bucket_size", "overlap_comm"))
 
 
 def resolved(path, ranks=2, **zero):
@@ -171,6 +172,16 @@ CASES = {
                                         swept(ALLGATHER, 5e7)], {"memory_kind": "resident_set"}),
     "big buckets": ("knob_without_effect", "PASS", ["reduce_bucket_size", "gradients"],
                     [swept(BUCKET, 1e9), swept(BUCKET, 5e9)], {}),
+    "an effect in one of two sweeps": (
+        "knob_without_effect", "NOT APPLICABLE", ["overlap_comm", "moved memory"],
+        [record(f"a {bucket} {overlap}", swept={BUCKET: bucket, OVERLAP: overlap}, losses=LONG,
+                reduce_bucket_size=bucket, overlap_comm=overlap, reductions=50_000_000 // bucket,
+                backward=1600 if overlap and bucket > 1e6 else 1500)
+         for bucket in (10 ** 6, 50_000_000) for overlap in (False, True)], {}),
+    "collectives of a compiled graph": (
+        "bucket_effect", "PASS", ["not counted", "backward peak 1430 and 1500 MB PASS"],
+        [swept(BUCKET, 1e6, **SMALL) | {"collectives": None},
+         swept(BUCKET, 5e7) | {"collectives": None}], {}),
     "another learning rate is no knob without effect": (
         "knob_without_effect", "NOT APPLICABLE", ["losses"],
         [record("a", losses=LONG, swept={LR: 2.0}, top={"optimizer": OTHER_LR["optimizer"] | {

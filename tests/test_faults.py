@@ -147,6 +147,17 @@ def test_a_full_disk_is_said_and_nothing_half_is_left(tmp_path, small, arguments
         assert (tmp_path / "kept" / "latest").read_text().strip() == "step2"
 
 
+def test_a_build_that_fails_is_said_in_one_line(tmp_path, small):
+    result = finish(start(tmp_path, small, "--random-weights", "--steps", 1, "--compile",
+                          patch="raise=compile:0:1"))
+    assert result.rc == 1 and "Traceback" not in result.err
+    assert result.record["runs"][0]["error"] == "--compile: cannot build: injected fault"
+    path = config(tmp_path, compile={"deepcompile": True})
+    result = launch(tmp_path, "--config", path, "--model", small, "--random-weights", "--compile",
+                    ok=False)
+    assert result.rc == 2 and "compile.deepcompile" in result.err and "a GPU" in result.err
+
+
 def test_a_taken_port_is_said(tmp_path, small):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
