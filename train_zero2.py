@@ -240,8 +240,8 @@ CONFIG_KEYS = {                                               # bucket sizes cou
     "gradient_clipping": Key(float), "steps_per_print": Key(int, 1),
     "optimizer.type": Key(str, choices=("Adam", "AdamW")),
     "optimizer.params.lr": Key(float, 0, 1e3), "optimizer.params.betas": Key(list, 0, 1),
-    "optimizer.params.eps": Key(float, 0, 1), "optimizer.params.weight_decay": Key(float, 0, 1e3),
-    "optimizer.params.torch_adam": Key(bool), "optimizer.params.fused": Key(bool),
+    "optimizer.params.eps": Key(float, 1e-30, 1), "optimizer.params.torch_adam": Key(bool),
+    "optimizer.params.weight_decay": Key(float, 0, 1e3), "optimizer.params.fused": Key(bool),
     "fp16.enabled": Key(bool), "fp16.loss_scale": Key(float, 0, 2.0 ** 60),
     "fp16.initial_scale_power": Key(int, 0, 60), "fp16.loss_scale_window": Key(int, 1),
     "fp16.hysteresis": Key(int, 1), "fp16.min_loss_scale": Key(int, 1, 2 ** 60),
@@ -537,12 +537,16 @@ def connect(launch, args):
     """Choose the device and join the ranks. Raises Refused where two ranks meet on one GPU."""
     import torch
     import torch.distributed as dist
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if os.environ.get("DS_ACCELERATOR", device) != device:
+        raise Refused(f"DS_ACCELERATOR is {os.environ['DS_ACCELERATOR'][:60]!r}, the device here "
+                      f"{device!r}; unset it")
     with contextlib.nullcontext() if args.verbose else contextlib.redirect_stdout(io.StringIO()):
         import deepspeed
         # DeepSpeed would compile a shared-memory all-reduce for CPUs at init (src: comm/torch.py).
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     launch.device, launch.backend = torch.device("cpu"), "gloo"
-    if torch.cuda.is_available():
+    if device == "cuda":
         index = launch.local_rank % torch.cuda.device_count()     # srun may show one GPU per task
         for name in {"LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"} & {*os.environ}:
             os.environ[name] = str(index)                         # DeepSpeed asserts they agree
@@ -666,6 +670,35 @@ def find_model(args):
             "folder."}
 
 
+@contextlib.contextmanager
+def refusing(name, what=""):
+    """Turn whatever a broken model folder makes transformers raise into Refused."""
+    try:
+        yield
+    except Exception as error:
+        why = "its weights have other shapes than its config.json says" if (
+            "ignore_mismatched_sizes" in str(error)) else first_line(error)
+        raise Refused(f"--model {name}: {what}cannot be loaded: {why}") from None
+
+
+def load_config(found):
+    """The model's GPT2Config, with GPT-2's activation as one kernel. Raises Refused."""
+    from transformers import AutoConfig, GPT2Config
+    with refusing(found["name"], "its config.json "):
+        if found["folder"]:
+            config = AutoConfig.from_pretrained(found["folder"], local_files_only=True)
+        else:
+            width, layers, heads = GPT2_SIZES[found["name"]]
+            config = GPT2Config(n_embd=width, n_layer=layers, n_head=heads)
+        if config.model_type != "gpt2":
+            raise ValueError(f"is a {config.model_type}; this experiment trains GPT-2")
+        if not config.tie_word_embeddings:
+            raise ValueError("its output layer is not tied to the embedding, as GPT-2's is")
+    if config.activation_function == "gelu_new":
+        config.activation_function = "gelu_pytorch_tanh"          # the same function
+    return config
+
+
 def load_tokenizer(found):
     """The model's tokenizer, or GPT-2's with 256 byte tokens where no vocabulary is at hand.
 
@@ -674,11 +707,8 @@ def load_tokenizer(found):
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers import AutoTokenizer, GPT2Tokenizer
     if found["vocabulary"]:
-        try:
+        with refusing(found["name"], "its vocabulary "):
             tokenizer = AutoTokenizer.from_pretrained(found["folder"], local_files_only=True)
-        except Exception as error:                    # whatever a broken folder makes it raise
-            raise Refused(f"--model {found['name']}: its vocabulary cannot be loaded: "
-                          f"{first_line(error)}") from None
     else:
         symbols = [*sorted(ByteLevel.alphabet()), "<|endoftext|>"]
         tokenizer = GPT2Tokenizer(vocab={s: i for i, s in enumerate(symbols)}, merges=[])
@@ -689,37 +719,26 @@ def load_tokenizer(found):
     return tokenizer
 
 
-def load_model(found, seed):
+def load_model(found, config, seed):
     """GPT2LMHeadModel in fp32 on the CPU, the same weights on every rank. Raises Refused."""
     import torch
-    from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel
-    try:
-        if found["folder"]:
-            config = AutoConfig.from_pretrained(found["folder"], local_files_only=True)
-        else:
-            width, layers, heads = GPT2_SIZES[found["name"]]
-            config = GPT2Config(n_embd=width, n_layer=layers, n_head=heads)
-        if config.model_type != "gpt2":
-            raise ValueError(f"is a {config.model_type}; this experiment trains GPT-2")
-        if not config.tie_word_embeddings:
-            raise ValueError("its output layer is not tied to the embedding, as GPT-2's is")
-        if config.activation_function == "gelu_new":
-            config.activation_function = "gelu_pytorch_tanh"   # the same function in one kernel
-        torch.manual_seed(seed)
+    from transformers import GPT2LMHeadModel
+    torch.manual_seed(seed)
+    with refusing(found["name"]):
         if not found["pretrained"]:
-            return GPT2LMHeadModel(config)
-        model, seen = GPT2LMHeadModel.from_pretrained(
-            found["folder"], config=config, dtype=torch.float32, local_files_only=True,
-            output_loading_info=True)
-        extra = [key for key in seen["unexpected_keys"] if re.search(r"\bh\.\d+\..*weight$", key)]
-        for keys, wrong in ((seen["missing_keys"], "are missing"), (extra, "have no place in it")):
-            if keys:
-                raise ValueError(f"weights {wrong}, such as {sorted(keys)[0]}")
+            model = GPT2LMHeadModel(config)
+        else:
+            model, seen = GPT2LMHeadModel.from_pretrained(
+                found["folder"], config=config, dtype=torch.float32, local_files_only=True,
+                output_loading_info=True)
+            extra = [k for k in seen["unexpected_keys"] if re.search(r"\bh\.\d+\..*weight$", k)]
+            for keys, wrong in ((seen["missing_keys"], "are missing"), (extra, "have no place")):
+                if keys:
+                    raise ValueError(f"weights {wrong}, such as {sorted(keys)[0]}")
+        empty = next((name for name, p in model.named_parameters() if not p.numel()), None)
+        if empty:
+            raise ValueError(f"{empty} has no elements")
         return model
-    except Exception as error:                        # whatever a broken folder makes them raise
-        why = "its weights have other shapes than its config.json says" if (
-            "ignore_mismatched_sizes" in str(error)) else first_line(error)
-        raise Refused(f"--model {found['name']}: cannot be loaded: {why}") from None
 
 
 def define_loss(model):
@@ -764,7 +783,7 @@ def define_loss(model):
 
         def forward(self, ids, labels):
             hidden = self.model.transformer(input_ids=ids, use_cache=False)[0]
-            return torch.compiler.disable(OutputLoss.apply)(
+            return OutputLoss.apply(
                 hidden[:, :-1].flatten(0, 1), self.model.lm_head.weight, labels[:, 1:].flatten())
 
     return NextTokenLoss()
@@ -1124,7 +1143,8 @@ def execute(record, run, launch, model, tokenizer, dataset, args, stop, on_step)
                             "learning rate or bf16 helps") from None
         if not args.compile or not type(error).__module__.startswith("torch._"):
             raise
-        raise RunFailed(f"--compile: cannot build: {first_line(error)}") from None
+        why = first_line(str(error).replace("raised:\n", "raised: "))       # inductor's second line
+        raise RunFailed(f"--compile: cannot build: {why}") from None
     finally:
         if counter:
             counter.close()
@@ -1315,7 +1335,7 @@ def save_checkpoint(engine, launch, run, args, step):
             saved = identity(run, args, launch.world_size) | {
                 "step": step, "precision": precision_of(run.config)}
             (folder / tag / "train_zero2.json").write_text(json.dumps(saved))
-            replace_file(folder / "latest", tag)
+            replace_file(folder / "latest", tag.encode())
             for old in folder.glob("step*"):
                 if old.name != tag and (old / "train_zero2.json").exists():
                     shutil.rmtree(old)
@@ -1537,8 +1557,9 @@ def foresee(runs, sizes, ranks, on_gpu):
 
 
 def outside_zero(run):
-    """The part of a run's config that decides how it trains: all but zero_optimization."""
-    return {k: v for k, v in flatten(run["config"]).items() if ZERO not in k}
+    """The part of a run's config that decides how it trains: not zero_optimization, nor compile."""
+    return {k: v for k, v in flatten(run["config"]).items()
+            if not k.startswith((ZERO, "compile."))}
 
 
 def stage_of(run):
@@ -1813,13 +1834,13 @@ def project(run, environment):
 
 # ------------------------------------------------------------------------------- 9. output
 
-def replace_file(path, text):
-    """Write a small file whole or not at all."""
+def replace_file(path, data):
+    """Write bytes into a file, whole or not at all."""
     path = Path(os.path.realpath(path))
     handle, part = tempfile.mkstemp(prefix=".train_zero2_", dir=path.parent)
     try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
         os.chmod(part, 0o644)
         os.replace(part, path)
     except OSError:
@@ -1830,7 +1851,7 @@ def replace_file(path, text):
 def write_record(path, record):
     """The record as strict JSON: a figure that is not finite is a bug and raises."""
     try:
-        replace_file(path, json.dumps(record, indent=1, allow_nan=False))
+        replace_file(path, json.dumps(record, indent=1, allow_nan=False).encode())
     except OSError as error:
         raise RunFailed(f"--json {path}: {error.strerror}") from None
 
@@ -1996,8 +2017,10 @@ def plot(path, runs, environment):
         lines = axis.get_lines() + twin.get_lines()
         axis.legend(lines, [line.get_label() for line in lines], fontsize=8, ncols=2,
                     loc="upper center", bbox_to_anchor=(0.5, -0.14))
+    image = io.BytesIO()
+    figure.savefig(image, dpi=150, format="png")
     try:
-        figure.savefig(path, dpi=150)
+        replace_file(path, image.getvalue())
     except OSError as error:
         raise RunFailed(f"--plot {path}: {error.strerror}") from None
 
@@ -2048,17 +2071,17 @@ def load(args, launch, runs):
     if found["hub"] and launch.rank:                  # other hosts fetch what rank 0 found
         found["folder"] = fetch(found["name"])
     launch.notices += [found["notice"]] if found["notice"] else []
-    tokenizer, text = load_tokenizer(found), None
+    config, tokenizer, text = load_config(found), load_tokenizer(found), None
+    if args.seq_len > config.n_positions:                         # a Hub model of its own kind
+        raise Refused(f"--seq-len {args.seq_len}: the model has {config.n_positions} positions; "
+                      "use fewer")
+    if len(tokenizer) > config.vocab_size:
+        raise Refused(f"--model {found['name']}: {len(tokenizer)} tokens in the vocabulary, "
+                      f"{config.vocab_size} in the model: they do not belong together")
     if args.data:
         text = text_data(args, launch, tokenizer,
                          launch.world_size * max(run.config[MICRO] for run in runs))
-    model = load_model(found, args.seed)
-    if args.seq_len > model.config.n_positions:                   # a Hub model of its own kind
-        raise Refused(f"--seq-len {args.seq_len}: the model has {model.config.n_positions} "
-                      "positions; use fewer")
-    if len(tokenizer) > model.config.vocab_size:
-        raise Refused(f"--model {found['name']}: {len(tokenizer)} tokens in the vocabulary, "
-                      f"{model.config.vocab_size} in the model: they do not belong together")
+    model = load_model(found, config, args.seed)
     if not launch.on_gpu and any(run.config.get("compile.deepcompile") for run in runs):
         raise Refused('"compile.deepcompile": true needs a GPU; remove it')
     if args.memory_snapshot and not launch.on_gpu:

@@ -44,8 +44,8 @@ def start(args):
 
 def random_model(args):
     """The model of --model with random weights, as train_zero2 loads it (fp32, on the CPU)."""
-    return T.load_model({"name": args.model, "folder": None, "hub": None, "pretrained": False,
-                         "vocabulary": "bytes", "notice": None}, args.seed)
+    found = {"name": args.model, "folder": None, "pretrained": False}
+    return T.load_model(found, T.load_config(found), args.seed)
 
 
 def random_batch(args, launch, model):

@@ -90,8 +90,10 @@ def run_one(contender, clip, args, launch, model, batch):
         loop.close()
     loop = None
     torch._dynamo.reset()
+    gc.collect()
+    row["floor"] = min(floor, memory.read())              # an earlier one's memory went meanwhile
     dist.monitored_barrier(launch.control, datetime.timedelta(seconds=AGREE_SECONDS))
-    rows = launch.gather(row | {"floor": floor})
+    rows = launch.gather(row)
     record = {"name": name, "clip": clip, "error": None, "floor_bytes": max(
         row["floor"] for row in rows)}
     for rank, row in enumerate(rows):

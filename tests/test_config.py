@@ -229,6 +229,7 @@ def test_batch_equation(keys, ranks, resolved):
     (f"{ZERO}.stage", True, "0, 1, 2"), ("optimizer.type", "adamw", "AdamW"),
     ("optimizer.params.betas", [0.9, 1.0], "betas"), ("optimizer.params.betas", [0.9], "betas"),
     ("optimizer.params.betas", [True, 0.9], "betas"), ("optimizer.params.lr", -1e-5, "lr"),
+    ("optimizer.params.eps", 0, "from 1e-30"),              # 0 / 0 where a gradient is 0
     ("optimizer.params.lr", "5e-5", '5e-5, not "5e-5"'), ("fp16.enabled", "false", "true or false"),
     (f"{ZERO}.overlap_comm", "no", "true or false"), (f"{ZERO}.overlap_comm", 1, "true or false")])
 def test_further_values(path, value, word):

@@ -2,6 +2,7 @@
 import http.server
 import json
 import math
+import os
 import re
 import shutil
 import socket
@@ -375,6 +376,9 @@ def broken_models(tiny, folder):
     copy("fewer_layers", n_layer=1)
     copy("remote_code", auto_map={"AutoConfig": "evil.A", "AutoModelForCausalLM": "evil.B"})
     (path / "remote_code" / "evil.py").write_text("open('ran', 'w')\n")
+    copy("no_elements", n_inner=0)
+    copy("half_config")
+    (path / "half_config" / "config.json").write_text('{"model_type": ')
     copy("half_weights")
     weights = path / "half_weights" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100_000])
@@ -385,7 +389,8 @@ def broken_models(tiny, folder):
     ("no_vocabulary", [], ["vocabulary"]), ("no_weights", [], ["weights", "--random-weights"]),
     ("no_config", [], ["config"]), ("another_kind", [], ["bert", "GPT-2"]),
     ("another_width", [], ["another_width"]), ("fewer_layers", [], ["h.1.", "no place"]),
-    ("half_weights", [], ["half_weights"]),
+    ("half_weights", [], ["half_weights"]), ("half_config", [], ["config.json cannot be loaded"]),
+    ("no_elements", ["--random-weights"], ["c_fc.weight has no elements"]),
     ("remote_code", ["--seq-len", "129"], ["--seq-len 129", "128 positions"])])
 def test_models_that_do_not_fit_are_refused(broken_models, folder, name, arguments, words):
     path = folder()
@@ -405,6 +410,23 @@ def test_weights_that_are_not_finite_are_told_from_training_that_diverged(tiny, 
     result = launch(path, "--model", path / "model", "--steps", 2, ok=False)
     assert result.rc == 1 and "Traceback" not in result.err
     assert "step 1: the loss is not finite before any update" in result.record["runs"][0]["error"]
+
+
+@pytest.mark.slow                                          # inductor builds for 20 s a run
+@pytest.mark.skipif(not shutil.which("g++"), reason="--compile needs a C++ compiler")
+def test_compiled_runs_train_as_eager_ones(folder, tiny):
+    path, arguments = folder(), ("--model", tiny, "--steps", 6, "--sweep", "stage=0,2")
+    eager = launch(path, *arguments)
+    compiled = launch(path, *arguments, "--compile", timeout=200, env={"PATH": os.environ["PATH"]})
+    for stage in (0, 2):
+        a, b = (result.runs[f"ds_config_zero2 stage={stage}"] for result in (eager, compiled))
+        assert losses(b) == pytest.approx(losses(a), rel=1e-4)
+    assert compiled.verdicts["loss_agrees"]["outcome"] == "PASS"
+
+
+def test_an_accelerator_that_is_not_the_device_is_refused(folder):
+    result = launch(folder(), *TINY, ok=False, timeout=60, env={"DS_ACCELERATOR": "xpu"})
+    assert result.rc == 2 and result.err.count("\n") == 1 and "DS_ACCELERATOR" in result.err
 
 
 def test_a_precision_asked_for_that_cannot_be_is_refused(folder):
