@@ -21,7 +21,6 @@ and batches, 6 measuring, 7 one run, 8 several runs, 9 output, 10 main.
 """
 import argparse
 import array
-import codecs
 import contextlib
 import copy
 import ctypes
@@ -804,26 +803,23 @@ def read_pieces(path, size=1 << 16):
 
     A byte-order mark is dropped and CRLF read as LF. Raises Refused with the byte offset.
     """
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    newlines, rest, offset = io.IncrementalNewlineDecoder(None, translate=True), "", 0
-    with open(path, "rb") as file:
-        while data := file.read(size):
-            pending = len(decoder.getstate()[0])
-            try:
-                text = decoder.decode(data, final=not file.peek(1))
-            except UnicodeDecodeError as error:
-                raise Refused(f"--data {path}: not UTF-8 at byte {offset - pending + error.start}; "
-                              "convert it (iconv -t UTF-8)") from None
-            rest += newlines.decode(text if offset else text.removeprefix("\ufeff"))
-            offset += len(data)
-            cut = max(rest.rfind(" "), rest.rfind("\n"))
-            while cut > 0 and rest[cut - 1].isspace():            # white space stays in one piece
-                cut -= 1
-            cut = len(rest) if cut <= 0 and len(rest) > 64 * size else cut      # one endless word
-            if cut > 0:
-                yield rest[:cut]
-                rest = rest[cut:]
-    yield rest + newlines.decode("", final=True)
+    rest = ""
+    with open(path, encoding="utf-8-sig") as file:
+        try:
+            while text := file.read(size):
+                rest += text
+                cut = max(rest.rfind(" "), rest.rfind("\n"))
+                while cut > 0 and rest[cut - 1].isspace():        # white space stays in one piece
+                    cut -= 1
+                cut = len(rest) if cut <= 0 and len(rest) > 64 * size else cut  # one endless word
+                if cut > 0:
+                    yield rest[:cut]
+                    rest = rest[cut:]
+        except UnicodeDecodeError as error:           # its object ends where the file was read to
+            at = file.buffer.tell() - len(error.object) + error.start
+            raise Refused(f"--data {path}: not UTF-8 at byte {at}; convert it (iconv -t UTF-8)"
+                          ) from None
+    yield rest
 
 
 def tokenize(path, tokenizer, needed):
