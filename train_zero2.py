@@ -163,6 +163,10 @@ def check_arguments(args, runs):
     if args.precision != "auto" and any(f"{p}.enabled" in run.swept for run in runs
                                         for p in ("fp16", "bf16")):
         raise Refused("--precision and a sweep over a precision: choose one of them")
+    for key, run in ((key, run) for run in runs for key in run.swept):
+        if key.startswith(("fp16.", "bf16.")) and not key.endswith(".enabled") and (
+                not key.startswith(precision_of(run.config))):
+            raise Refused(f"--sweep {key}: has no effect on a run in {precision_of(run.config)}")
     if args.plot and args.plot.suffix.lower() != ".png":
         raise Refused(f"--plot {args.plot}: writes PNG; end the name in .png")
     if args.compile and not any(map(shutil.which, ("cc", "gcc", "g++", "clang"))):
@@ -176,11 +180,17 @@ def check_arguments(args, runs):
         if type(positions) is int and args.seq_len > positions:
             raise Refused(f"--seq-len {args.seq_len}: the model has {positions} positions; use "
                           "fewer")
-    used = {os.path.realpath(path): "--config" for path in args.config}
-    used[os.path.realpath(__file__)] = "this script"
-    used |= {os.path.realpath(args.data): "--data"} if args.data else {}
-    if args.save and args.checkpoint and Path(os.path.realpath(args.save)) in Path(
-            os.path.realpath(args.checkpoint)).parents:
+    check_outputs(args, runs)
+
+
+def check_outputs(args, runs):
+    """Refuse outputs that cannot be written, or would overwrite an input or another output."""
+    def real(path):
+        return Path(os.path.realpath(path))           # links followed, also where nothing is yet
+
+    used = {real(__file__): "this script"} | {real(path): "--config" for path in args.config}
+    used |= {real(args.data): "--data"} if args.data else {}
+    if args.save and args.checkpoint and real(args.save) in real(args.checkpoint).parents:
         raise Refused(f"--checkpoint {args.checkpoint}: inside --save; name a folder beside it")
     for flag in ("json", "plot", "memory_snapshot", "save", "checkpoint"):
         path, folder = getattr(args, flag), flag in ("save", "checkpoint")
@@ -189,7 +199,10 @@ def check_arguments(args, runs):
         name = f"--{flag.replace('_', '-')} {path}"
         if folder and len(runs) > 1:
             raise Refused(f"{name}: takes one run; this command makes {len(runs)}")
-        taken = used.setdefault(os.path.realpath(path), name)
+        for outer in ("model", "checkpoint"):
+            if not folder and real(getattr(args, outer) or os.devnull) in real(path).parents:
+                raise Refused(f"{name}: inside --{outer}; name a place outside of it")
+        taken = used.setdefault(real(path), name)
         if taken is not name:
             raise Refused(f"{name}: the same as {taken}, which it would overwrite; name another")
         try:
@@ -371,7 +384,7 @@ def check_config(config, world_size):
     stage = flat.setdefault(STAGE, 0)
     clipping = flat.setdefault("gradient_clipping", 1.0)  # DeepSpeed's default since 0.19; stated
     flat.setdefault("optimizer.params.lr", 1e-3)          # torch's default; stated
-    offload = flat.get(ZERO + "offload_optimizer.device") == "cpu"
+    offload = offloads(flat)
     if offload and not stage:
         raise Refused(f'"{ZERO}offload_optimizer" works at stages 1 and 2; set the stage')
     if not flat.get(ZERO + "compute_grad_norm", True) and (clipping or offload or not stage):
@@ -405,7 +418,7 @@ def parse_sweep(text):
         raise Refused(f"--sweep {text[:80]!r}: no key {name[:60]!r}; " + (
             f"did you mean {close[0]}?" if close else "README.md has the table of keys"))
     parsed = []
-    for value in values.split(","):
+    for value in re.split(r",(?![^\[]*\])", values):                # but not inside [0.9,0.99]
         try:
             parsed.append((value, json.loads(value)))
         except (ValueError, RecursionError):
@@ -453,6 +466,11 @@ def plan_runs(args, world_size):
                 runs.append(Run(name + f" ({twins + 1})" * bool(twins), resolved,
                                 {key: resolved[key] for key in swept}))
     return runs
+
+
+def offloads(config):
+    """Whether a resolved config keeps the optimizer on the CPU."""
+    return config.get(ZERO + "offload_optimizer.device") == "cpu"
 
 
 def precision_of(config):
@@ -591,8 +609,9 @@ def nccl_version():
 
 
 def first_line(error):
-    """The first line of an exception's text, or its type's name where it has none."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+    """The first line of an exception's text and what follows its colon, or its type's name."""
+    lines = (str(error).strip() or type(error).__name__).splitlines()
+    return " ".join(line.strip() for line in lines[:1 + lines[0].endswith(":")])[:200]
 
 
 # ------------------------------------------------------------------- 5. model and batches
@@ -734,9 +753,10 @@ def load_model(found, config, seed):
             for keys, wrong in ((seen["missing_keys"], "are missing"), (extra, "have no place")):
                 if keys:
                     raise ValueError(f"weights {wrong}, such as {sorted(keys)[0]}")
-        empty = next((name for name, p in model.named_parameters() if not p.numel()), None)
-        if empty:
-            raise ValueError(f"{empty} has no elements")
+        if model.lm_head.weight is not model.transformer.wte.weight:
+            raise ValueError("its output layer has weights of its own; GPT-2's are the embedding's")
+        with torch.random.fork_rng([]), torch.no_grad():          # one that cannot run shows here
+            model.train()(input_ids=torch.zeros(1, 2, dtype=torch.long))
         return model
 
 
@@ -1121,8 +1141,9 @@ def execute(record, run, launch, model, tokenizer, dataset, args, stop, on_step)
         engine, record["repairs"] = build_engine(run, launch, model, args, memory)
         counter = CollectiveCounter()
         whole = measure(record, run, launch, engine, dataset, args, stop, on_step, memory, counter)
-        if args.save and whole:
-            record["saved"] = save_weights(engine, run, launch, model, tokenizer, dataset, args)
+        if args.save:
+            record["saved"] = save_weights(engine, run, launch, model, tokenizer, dataset,
+                                           args) if whole else None
         if args.memory_snapshot and launch.on_gpu and whole:
             save_snapshot(record, run, launch, engine, dataset, args, memory)
     except torch.OutOfMemoryError as error:
@@ -1139,8 +1160,7 @@ def execute(record, run, launch, model, tokenizer, dataset, args, stop, on_step)
                             "learning rate or bf16 helps") from None
         if not args.compile or not type(error).__module__.startswith("torch._"):
             raise
-        why = first_line(str(error).replace("raised:\n", "raised: "))       # inductor's second line
-        raise RunFailed(f"--compile: cannot build: {why}") from None
+        raise RunFailed(f"--compile: cannot build: {first_line(error)}") from None
     finally:
         if counter:
             counter.close()
@@ -1272,7 +1292,9 @@ def identity(run, args, world_size):
         with open(args.data, "rb") as file:
             start = zlib.crc32(file.read(1 << 20))
         data = f"{args.data.stat().st_size} bytes, starting with {start:08x}"
-    return {"world_size": world_size, "stage": run.config[STAGE], "model": args.model or "gpt2",
+    model = args.model or "gpt2"
+    model = os.path.realpath(model) if args.model and os.path.isdir(model) else model
+    return {"world_size": world_size, "stage": run.config[STAGE], "model": model,
             "seq_len": args.seq_len, "seed": args.seed, "data": data, "round_robin_gradients":
             run.config.get(ZERO + "round_robin_gradients", False)} | held
 
@@ -1293,7 +1315,7 @@ def check_resume(run, args, world_size):
             raise ValueError
     except (OSError, ValueError, TypeError, KeyError):
         raise Refused(f"--resume: no whole checkpoint in {args.checkpoint}; start without "
-                      "--resume") from None
+                      "--resume, in a new folder") from None
     folder, universal = args.checkpoint / tag, run.config.get("checkpoint.load_universal")
     if any(saved[key] != now[key] for key in ("world_size", "stage")) and not universal:
         raise Refused(
@@ -1449,7 +1471,7 @@ def expected_bytes(sizes, config, ranks, rank, gloo=False):
                 "step": resident + gradients + ((4 if low else 0) + unfused) * total}
     size, owners = partition(sizes, config, ranks)
     mine = [owner.get(rank, 0) for owner in owners]
-    offload = config.get(ZERO + "offload_optimizer.device") == "cpu"
+    offload = offloads(config)
     gradients = 0 if offload else b * sum(n for n, m in zip(sizes, mine) if m)
     resident = b * size * ranks + (b * max(sizes) if offload else 12 * size)
     buffers = b * config.get(BUCKET, 500_000_000) * config.get(ZERO + "contiguous_gradients", 1)
@@ -1539,8 +1561,7 @@ def peak_of(expected):
 def foresee(runs, sizes, ranks, on_gpu):
     """Lines to say before the first run: where ZeRO cannot help, as far as the model tells."""
     notes = ["one rank: nothing is partitioned, stages 1 and 2 only add buffers."] if (
-        ranks == 1 and any(run.config[STAGE] and ZERO + "offload_optimizer.device" not in run.config
-                           for run in runs)) else []
+        ranks == 1 and any(run.config[STAGE] and not offloads(run.config) for run in runs)) else []
     for run in runs if ranks > 1 and on_gpu else []:
         zero, plain = (peak_of(expectations(sizes, config, ranks)["expected_bytes"])
                        for config in (run.config, run.config | {
@@ -1641,32 +1662,43 @@ def loss_falls(runs, environment):
     return worst_outcome([o for o, _, _ in details], "FAIL"), together(details) or "no run finished"
 
 
+def loss_gaps(run, first):
+    """How far run's losses are from first's, step by step, up to where one alone skips a step.
+
+    Returns (largest relative difference of the first LOSS_STEPS, largest later one as a share of
+    the first loss, number of steps compared, the step that one alone skipped, the step at which
+    one alone is not finite: None where there is none).
+    """
+    pairs = list(zip(run["steps"], first["steps"]))
+    skip = next((a["step"] for a, b in pairs if a["applied"] != b["applied"]), None)
+    alone = next((a["step"] for a, b in pairs if (a["loss"] is None) != (b["loss"] is None)), None)
+    gaps = [(abs(a["loss"] - b["loss"]), abs(b["loss"])) for a, b in pairs
+            if a["loss"] is not None and b["loss"] and (skip is None or a["step"] <= skip)]
+    return (max((gap / loss for gap, loss in gaps[:LOSS_STEPS]), default=0),
+            max((gap / gaps[0][1] for gap, _ in gaps[LOSS_STEPS:]), default=0),
+            len(gaps), skip, alone)
+
+
 def loss_agrees(runs):
     """Every run's losses equal the first's step by step, up to where one alone skips a step."""
     details = []
     for run in runs[1:]:
         ours, theirs = outside_zero(run), outside_zero(runs[0])
         other = next((k for k in {**ours, **theirs} if ours.get(k) != theirs.get(k)), None)
-        pairs = list(zip(run["steps"], runs[0]["steps"]))
-        skip = next((a["step"] for a, b in pairs if a["applied"] != b["applied"]), None)
-        gaps = [(abs(a["loss"] - b["loss"]), abs(b["loss"])) for a, b in pairs
-                if a["loss"] is not None and b["loss"] and (skip is None or a["step"] <= skip)]
-        early = max((gap / loss for gap, loss in gaps[:LOSS_STEPS]), default=0)
-        late = max((gap / gaps[0][1] for gap, _ in gaps[LOSS_STEPS:]), default=0)
-        alone = next((a["step"] for a, b in pairs if (a["loss"] is None) != (b["loss"] is None)), 0)
+        early, late, steps, skip, alone = loss_gaps(run, runs[0])
         if other:
             outcome, text = NA, f"trains otherwise: {other}"
         elif alone:
             outcome, text = "FAIL", f"only one of them is not finite at step {alone}"
-        elif not any(a["applied"] for a, _ in pairs[:len(gaps)][:LOSS_STEPS][:-1]):
+        elif not any(s["applied"] for s in run["steps"][:min(steps, LOSS_STEPS)][:-1]):
             outcome, text = NA, "no loss after an applied step to compare"
         else:
             outcome = "FAIL" if early > LOSS_TOLERANCE or late > LOSS_DRIFT else (
                 NA if skip else "PASS")
-            text = (f"within {early:.0e} over {min(len(gaps), LOSS_STEPS)} steps (tolerance "
+            text = (f"within {early:.0e} over {min(steps, LOSS_STEPS)} steps (tolerance "
                     f"{LOSS_TOLERANCE:g})"
                     + f", then {late:.0e} of the first loss (tolerance {LOSS_DRIFT:g})" * (
-                        len(gaps) > LOSS_STEPS)
+                        steps > LOSS_STEPS)
                     + f", one alone skipped step {skip}: nothing to compare from there" * bool(skip)
                     )
         details.append((outcome, run["name"], text))
@@ -1675,28 +1707,38 @@ def loss_agrees(runs):
 
 
 def memory_saved(runs, environment):
-    """Stage 2's peak below stage 0's, expected beside measured, by optimizer and gradients."""
-    runs = [run for run in runs if outside_zero(run) == outside_zero(runs[0])
-            and ZERO + "offload_optimizer.device" not in flatten(run["config"])]
-    by_stage = {stage_of(run): run for run in reversed(runs)}     # the first of each stage
+    """Each stage 2's peak below stage 0's, expected beside measured, by optimizer and gradients."""
+    def find(stage, zero):                            # what differs from zero in the stage alone
+        return next((run for run in runs if stage_of(run) == stage
+                     and outside_zero(run) == outside_zero(zero) and (not stage or {
+                         **flatten(run["config"]), STAGE: 2} == flatten(zero["config"]))), None)
+
+    pairs = [(find(0, run), find(1, run), run) for run in runs if stage_of(run) == 2
+             and not offloads(flatten(run["config"])) and find(0, run)]
     reason = memory_unknown(environment) or (
         "one rank: nothing is partitioned" if environment["world_size"] == 1 else
-        "" if {0, 2} <= {*by_stage} else "needs a run at stage 0 and one at stage 2 that train "
-        "alike, without offload")
+        "" if pairs else "needs a run at stage 0 and one at stage 2 that train alike, without "
+        "offload")
     if reason:
         return NA, reason
-    peak = {s: run["peak_allocated_bytes"]["steady"] for s, run in by_stage.items()}
-    model = {s: run["floor_bytes"] + peak_of(run["expected_bytes"]) for s, run in by_stage.items()}
-    text = (f"stage 0 {peak[0] / MB:,.0f} MB, stage 2 {peak[2] / MB:,.0f} MB: "
-            f"{peak[2] / peak[0] - 1:+.1%} (expected without activations {model[0] / MB:,.0f} and "
-            f"{model[2] / MB:,.0f}: {model[2] / model[0] - 1:+.1%})")
-    if 1 in peak:
-        text += (f"; optimizer states (0 to 1) {(peak[0] - peak[1]) / MB:,.0f} MB, gradients (1 to "
-                 f"2) {(peak[1] - peak[2]) / MB:,.0f} MB"
-                 + "; stage 2 adds nothing to stage 1 here" * same_peak(peak[1], peak[2]))
-    if same_peak(peak[0], peak[2]):
-        return NA, text + "; within the noise"
-    return "PASS" if peak[2] < peak[0] else "FAIL", text
+    outcomes, texts = [], []
+    for runs_by_stage in pairs:
+        peaks = [run and run["peak_allocated_bytes"]["steady"] for run in runs_by_stage]
+        plain, optimizer, zero = peaks
+        model = [run and run["floor_bytes"] + peak_of(run["expected_bytes"])
+                 for run in runs_by_stage]
+        text = (f"stage 0 {plain / MB:,.0f} MB, stage 2 {zero / MB:,.0f} MB: "
+                f"{zero / plain - 1:+.1%} (expected without activations {model[0] / MB:,.0f} and "
+                f"{model[2] / MB:,.0f}: {model[2] / model[0] - 1:+.1%})")
+        if optimizer:
+            text += (f", optimizer states (0 to 1) {(plain - optimizer) / MB:,.0f} MB, gradients "
+                     f"(1 to 2) {(optimizer - zero) / MB:,.0f} MB"
+                     + ", stage 2 adds nothing to stage 1 here" * same_peak(optimizer, zero))
+        alike = same_peak(plain, zero)
+        outcomes.append(NA if alike else "PASS" if zero < plain else "FAIL")
+        texts.append(f"{runs_by_stage[2]['name']}: " * (len(pairs) > 1) + text
+                     + ", within the noise" * alike)
+    return next(o for o in ("FAIL", "PASS", NA) if o in outcomes), "; ".join(texts)
 
 
 def groups_by(runs, key):
@@ -1751,6 +1793,21 @@ WHY_WITHOUT_EFFECT = {
     BUCKET: ": one bucket of either size holds all gradients"}
 
 
+def differences(a, b, environment):
+    """What of losses, collectives, memory and time two runs differ in beyond the noise."""
+    applied = [[step["applied"] for step in run["steps"]] for run in (a, b)]
+    early, late, *_ = loss_gaps(a, b)
+    peaks = [run["peak_allocated_bytes"] for run in (a, b)]
+    unknown = memory_unknown(environment)
+    untimed = unknown or environment["share_gpu"] or min(map(timed_steps, (a, b))) < TIMED_STEPS
+    found = {"losses": applied[0] != applied[1] or early > LOSS_TOLERANCE or late > LOSS_DRIFT,
+             "collectives": a["collectives"] != b["collectives"],
+             "memory": not unknown and not all(same_peak(*(p[phase] for p in peaks))
+                                               for phase in PHASES[1:]),
+             "time": not untimed and not same_time(a, b)}
+    return [name for name, differs in found.items() if differs]
+
+
 def knob_without_effect(runs, environment):
     """PASS where a swept key changed nothing, whatever else was swept: the same losses, collectives
     and peaks, times within the noise."""
@@ -1758,20 +1815,21 @@ def knob_without_effect(runs, environment):
     for key in {key: None for run in runs for key in run["swept"] if key != STAGE}:
         groups = groups_by(runs, key)
         pairs = [(run, group[0][1]) for group in groups for _, run in group[1:]]
-        few = any(timed_steps(run) < TIMED_STEPS for pair in pairs for run in pair)
-        moved = [what for what, differ in (
-            ("losses", lambda a, b: loss_agrees([a, b])[0] != "PASS"),
-            ("collectives", lambda a, b: a["collectives"] != b["collectives"]),
-            ("memory", lambda a, b: not unknown and not all(same_peak(
-                *(run["peak_allocated_bytes"][phase] for run in (a, b))) for phase in PHASES[1:])),
-            ("time", lambda a, b: not (few or unknown or environment["share_gpu"])
-             and not same_time(a, b))) if any(differ(*pair) for pair in pairs)]
-        if pairs:
-            details.append((NA if moved or few else "PASS",
-                            f"{key.removeprefix(ZERO)} ({groups[0][0][0]} to {groups[0][-1][0]})",
-                            f"moved {', '.join(moved)}" if moved else "too few steps" if few else
-                            "changed nothing" + WHY_WITHOUT_EFFECT.get(key, "")
-                            + f" (memory and time not compared, {unknown})" * bool(unknown)))
+        if not pairs:
+            continue
+        moved = {name: None for pair in pairs for name in differences(*pair, environment)}
+        few = min(timed_steps(run) for pair in pairs for run in pair) < TIMED_STEPS
+        counted = all(run["collectives"] is not None for pair in pairs for run in pair)
+        left = f"memory and time, {unknown}" if unknown else (
+            "time, ranks share a GPU" if environment["share_gpu"] else "")
+        text = "changed nothing" + WHY_WITHOUT_EFFECT.get(key, "") + f" (not compared: {left})" * (
+            left != "")
+        if moved or few or not counted:
+            text = f"moved {', '.join(moved)}" if moved else (
+                "too few steps" if few else "collectives not counted")
+        low, high = groups[0][0][0], groups[0][-1][0]
+        details.append((NA if moved or few or not counted else "PASS",
+                        f"{key.removeprefix(ZERO)} ({low} to {high})", text))
     return "PASS" if any(o == "PASS" for o, _, _ in details) else NA, (
         together(details) or "no two runs differ in a swept key alone (the stage apart)")
 
@@ -1780,7 +1838,7 @@ def recommend(runs, environment):
     """After a sweep: the lowest peak among the runs as fast as the fastest; None where unknown,
     and where runs do not train alike.
 
-    Where ranks share a GPU times say nothing, and the lowest peak alone decides.
+    Where times say nothing (ranks share a GPU, few steps) the lowest peak alone decides.
     """
     def peak(run):
         return run["peak_allocated_bytes"]["steady"]
@@ -1791,13 +1849,14 @@ def recommend(runs, environment):
             memory_unknown(environment) or loss_agrees(runs)[0] == "FAIL"):
         return None
     fastest = min(runs, key=lambda r: r["median_step_seconds"])
-    tied = [r for r in runs if environment["share_gpu"] or same_time(r, fastest)]
+    by_time = not environment["share_gpu"] and min(map(timed_steps, runs)) >= TIMED_STEPS
+    tied = [r for r in runs if not by_time or same_time(r, fastest)]
     best = min(tied, key=lambda r: (round(peak(r) / (MEMORY_NOISE * peak(fastest))),
                                     r["median_step_seconds"]))
     smallest = min(runs, key=peak)
     slower = smallest["median_step_seconds"] / best["median_step_seconds"] - 1
     equal = [r["name"] for r in tied if r is not best and same_peak(peak(r), peak(best))]
-    return {"run": best["name"], "peak_bytes": peak(best), "by_time": not environment["share_gpu"],
+    return {"run": best["name"], "peak_bytes": peak(best), "by_time": by_time,
             "median_step_seconds": best["median_step_seconds"], "as_good": equal,
             "cost_of_less": None if same_peak(peak(best), peak(smallest)) else
             f"{smallest['name']} needs {(peak(best) - peak(smallest)) / MB:,.0f} MB less and "
@@ -1880,7 +1939,7 @@ def print_step(record, peak, bar, total, seq_len):
     if not bar.disable:
         bar.set_postfix_str(line, refresh=False)
         bar.update(step["step"] - bar.n)
-    elif step["step"] <= 4 or step["step"] % max(1, total // 50) == 0:
+    elif step["step"] <= 4 or step["step"] == total or step["step"] % max(1, total // 50) == 0:
         print(f"step {step['step']:>3}  {line}", flush=True)
 
 
@@ -1917,7 +1976,8 @@ def print_run(run, environment):
     if environment["data"]:
         print(f"{run['tokens_seen']:,} tokens seen, epoch {run['steps'][-1]['epoch'] + 1}")
     if run["interrupted"]:
-        print(f"stopped by a signal after step {run['steps'][-1]['step']}")
+        print(f"stopped by a signal after step {run['steps'][-1]['step']}"
+              + "; --save: nothing written" * ("saved" in run))
     if run["skipped_steps"]:
         print(f"{run['skipped_steps']} step(s) skipped: gradients overflowed")
     if not memory_unknown(environment):
@@ -1956,7 +2016,8 @@ def print_comparison(record):
               f"{best['median_step_seconds'] * 1e3:.1f} ms; "
               + (best["cost_of_less"] or "no setting needs less")
               + f"; as good: {', '.join(best['as_good'])}" * bool(best["as_good"])
-              + "; by memory alone, times of a shared GPU tell nothing" * (not best["by_time"]))
+              + "; by memory alone, times of a shared GPU or of few steps tell nothing"
+              * (not best["by_time"]))
     zero = next((r for r in reversed(runs) if not r["error"] and stage_of(r)), None)
     if zero:
         ahead = project(zero, environment)
@@ -1976,6 +2037,7 @@ def plot(path, runs, environment):
     """PNG: peak by phase with expected marked, loss curves, and a bucket sweep on a log axis."""
     import matplotlib
     matplotlib.use("Agg")
+    matplotlib.rcParams["text.parse_math"] = False                # a $ in a name is no formula
     from matplotlib import pyplot
     runs = [run for run in runs if not run["error"] and run["median_step_seconds"]]
     swept = groups_by([run for run in runs if stage_of(run)], BUCKET)
@@ -2051,6 +2113,8 @@ def settle_precision(runs, args, launch):
     for wanted in lacking:
         if args.precision != "auto":
             raise Refused(f"--precision {wanted}: this device cannot do it; use fp32")
+        if any(key.startswith(wanted) for run in runs for key in run.swept):
+            raise Refused(f"--sweep: this device cannot do {wanted}; nothing to compare")
         launch.notices.append(f"{wanted} is not to be had on this device: training in fp32.")
         for run in runs:
             run.config.pop(f"{wanted}.enabled", None)
@@ -2071,8 +2135,9 @@ def load(args, launch, runs):
     if args.seq_len > config.n_positions:                         # a Hub model of its own kind
         raise Refused(f"--seq-len {args.seq_len}: the model has {config.n_positions} positions; "
                       "use fewer")
-    if len(tokenizer) > config.vocab_size:
-        raise Refused(f"--model {found['name']}: {len(tokenizer)} tokens in the vocabulary, "
+    tokens = 1 + max(tokenizer.get_vocab().values())
+    if tokens > config.vocab_size:
+        raise Refused(f"--model {found['name']}: {tokens} tokens in the vocabulary, "
                       f"{config.vocab_size} in the model: they do not belong together")
     if args.data:
         text = text_data(args, launch, tokenizer,
@@ -2166,7 +2231,8 @@ def leave(launch, message, status):
 def main(argv=None):
     rank = os.environ.get("RANK", "0")
     launch = Launch(int(rank) if rank.isdecimal() else 0, 1, 0)
-    sys.stdout.reconfigure(errors="backslashreplace")             # a terminal without Unicode
+    if sys.stdout:                                                # None where it is closed
+        sys.stdout.reconfigure(errors="backslashreplace")         # a terminal without Unicode
     try:
         launch = read_launch()
         args = parse_arguments(argv)

@@ -172,6 +172,25 @@ CASES = {
                                         swept(ALLGATHER, 5e7)], {"memory_kind": "resident_set"}),
     "big buckets": ("knob_without_effect", "PASS", ["reduce_bucket_size", "gradients"],
                     [swept(BUCKET, 1e9), swept(BUCKET, 5e9)], {}),
+    "a key outside of ZeRO without effect": (
+        "knob_without_effect", "PASS", ["steps_per_print", "changed nothing"],
+        [record(f"a {n}", losses=LONG, swept={"steps_per_print": n}, top={"steps_per_print": n})
+         for n in (1, 10)], {}),
+    "what a shared GPU does not tell": (
+        "knob_without_effect", "PASS", ["not compared: time ranks share a GPU"],
+        [swept(ALLGATHER, 1e6, seconds=0.5), swept(ALLGATHER, 5e7)], {"share_gpu": True}),
+    "collectives that were not counted": (
+        "knob_without_effect", "NOT APPLICABLE", ["collectives not counted"],
+        [swept(BUCKET, size) | {"collectives": None} for size in (1e6, 5e7)], {}),
+    "each stage 2 is judged, and named": (
+        "memory_saved", "FAIL", ["a reduce_bucket_size=5e+08: stage 0 2584", "+28.3%",
+                                 "a reduce_bucket_size=1e+06: stage 0 2584", "-39.3%"],
+        [record(stage=0, step=2584), swept(BUCKET, 5e8, backward=3315, step=1568),
+         swept(BUCKET, 1e6, step=1568)], {}),
+    "offload none is no offload": (
+        "memory_saved", "PASS", ["-39.3%"],
+        [record(stage=0, step=2584), record("b", step=1568, offload_optimizer={"device": "none"})],
+        {}),
     "an effect in one of two sweeps": (
         "knob_without_effect", "NOT APPLICABLE", ["overlap_comm", "moved memory"],
         [record(f"a {bucket} {overlap}", swept={BUCKET: bucket, OVERLAP: overlap}, losses=LONG,
@@ -239,6 +258,14 @@ def test_verdict(case):
     json.dumps(verdicts, allow_nan=False)
 
 
+@pytest.mark.parametrize("bucket, split", [(1e6, True), (5e8, False)])
+def test_the_saving_is_split_by_a_stage_1_that_differs_in_the_stage_alone(bucket, split):
+    runs = [record(stage=0, step=2584), swept(BUCKET, bucket, stage=1, step=1575),
+            swept(BUCKET, 1e6, step=1568)]
+    verdict = next(v for v in compare(runs, environment()) if v["name"] == "memory_saved")
+    assert verdict["outcome"] == "PASS" and ("gradients" in verdict["detail"]) is split
+
+
 @pytest.mark.parametrize("order", [0, 1])
 def test_a_failed_run_is_left_out_of_every_verdict(order):
     runs = [record(stage=0, step=2582), record("b", step=1568)]
@@ -273,6 +300,9 @@ def test_recommendation_is_the_lowest_peak_among_the_fast():
     assert shared["run"] == "a reduce_bucket_size=1e+06" and shared["cost_of_less"] is None
     assert recommend(runs, environment(kind="resident_set")) is None
     assert recommend(runs[:1], environment()) is None
+    short = [swept(BUCKET, size, step=1568, seconds=seconds, losses=LOSSES) for size, seconds in (
+        (1e6, 0.06), (5e7, 0.05))]                           # two steady steps tell no time
+    assert not recommend(short, environment())["by_time"]
 
 
 def test_no_recommendation_among_runs_that_train_otherwise():

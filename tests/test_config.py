@@ -323,6 +323,8 @@ def test_fuzzed_sweep_is_refused_or_means_what_is_written(tmp_path, key, value):
      ["stage=0", "stage=2 reduce_bucket_size=1e6", "stage=2 reduce_bucket_size=1e7"]),
     (["gradient_clipping=0.5,1"], ["gradient_clipping=0.5", "gradient_clipping=1"]),
     (["optimizer.params.lr=1e-4,1e-3"], ["optimizer.params.lr=1e-4", "optimizer.params.lr=1e-3"]),
+    (["optimizer.params.betas=[0.9,0.99],[0.9,0.95]"],
+     ["optimizer.params.betas=[0.9,0.99]", "optimizer.params.betas=[0.9,0.95]"]),
     (["zero_optimization.stage=1,2"], ["stage=1", "stage=2"]),
 ])
 def test_sweep_names_its_runs(sweeps, names, tmp_path):
@@ -451,6 +453,11 @@ def test_positions_are_those_of_the_model_alone(arguments, no_torch, tmp_path, m
     (["--json", "x.png", "--plot", "x.png"], ["--plot", "--json"]),
     (["--save", "s", "--checkpoint", "s"], ["--checkpoint", "--save"]),
     (["--json", "pipe"], ["--json", "regular"]),
+    (["--model", "kept", "--json", "kept/config.json"], ["--json", "inside --model"]),
+    (["--checkpoint", "kept", "--resume", "--json", "kept/latest"],
+     ["--json", "inside --checkpoint"]),
+    (["--precision", "fp32", "--sweep", "fp16.initial_scale_power=10,12"],
+     ["fp16.initial_scale_power", "no effect", "fp32"]),
     (["--checkpoint", "kept"], ["--checkpoint", "--resume"])])
 def test_an_output_never_replaces_something_else(arguments, words, no_torch, tmp_path,
                                                  monkeypatch):

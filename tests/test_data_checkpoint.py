@@ -282,6 +282,7 @@ def test_no_whole_checkpoint_is_refused(tmp_path, resumed, tiny, damage):
     result = own_text(tmp_path, tiny, "--checkpoint", tmp_path / "kept", "--resume", ok=False,
                       timeout=60)
     assert result.rc == 2 and result.err.count("\n") == 1 and "no whole checkpoint" in result.err
+    assert "in a new folder" in result.err
 
 
 def test_only_our_checkpoints_are_cleared_away(tmp_path, small):

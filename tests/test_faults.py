@@ -103,12 +103,14 @@ def test_a_signal_in_a_sweep_ends_all_ranks_after_the_same_step(tmp_path, tiny, 
 
 
 def test_a_signal_leaves_a_checkpoint_to_go_on_from(tmp_path, tiny):
-    launched = start(tmp_path, tiny, "--steps", 200, "--checkpoint", tmp_path / "kept")
+    launched = start(tmp_path, tiny, "--steps", 200, "--checkpoint", tmp_path / "kept", "--save",
+                     tmp_path / "saved")
     launched.wait_for("step   4")
     launched.process.send_signal(signal.SIGTERM)
     result = finish(launched)
     assert result.rc == 130
     done = len(result.record["runs"][0]["steps"])
+    assert "--save: nothing written" in result.out and not (tmp_path / "saved").exists()
     assert (tmp_path / "kept" / "latest").read_text().strip() == f"step{done}"
     result = finish(start(tmp_path, tiny, "--steps", done + 2, "--checkpoint", tmp_path / "kept",
                           "--resume"))

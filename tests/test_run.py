@@ -11,8 +11,10 @@ import sys
 import threading
 
 import pytest
+from safetensors.torch import load_file, save_file
 
-from conftest import (STAGE0, ZERO2, Launch, config, free_port, launch, losses, strict_json)
+from conftest import (SCRIPT, STAGE0, ZERO2, Launch, config, free_port, launch, losses,
+                      strict_json)
 
 TINY = ("--model", "gpt2-tiny", "--random-weights")
 RUN_KEYS = {
@@ -377,6 +379,16 @@ def broken_models(tiny, folder):
     copy("remote_code", auto_map={"AutoConfig": "evil.A", "AutoModelForCausalLM": "evil.B"})
     (path / "remote_code" / "evil.py").write_text("open('ran', 'w')\n")
     copy("no_elements", n_inner=0)
+    copy("no_dropout", attn_pdrop="x")
+    copy("few_tokens")
+    file = path / "few_tokens" / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    tokenizer["model"]["vocab"]["Hello"] = 60_000
+    file.write_text(json.dumps(tokenizer))
+    copy("untied")
+    weights = load_file(path / "untied" / "model.safetensors")
+    save_file(weights | {"lm_head.weight": weights["transformer.wte.weight"] + 1},
+              path / "untied" / "model.safetensors", {"format": "pt"})
     copy("half_config")
     (path / "half_config" / "config.json").write_text('{"model_type": ')
     copy("half_weights")
@@ -390,7 +402,9 @@ def broken_models(tiny, folder):
     ("no_config", [], ["config"]), ("another_kind", [], ["bert", "GPT-2"]),
     ("another_width", [], ["another_width"]), ("fewer_layers", [], ["h.1.", "no place"]),
     ("half_weights", [], ["half_weights"]), ("half_config", [], ["config.json cannot be loaded"]),
-    ("no_elements", ["--random-weights"], ["c_fc.weight has no elements"]),
+    ("no_elements", ["--random-weights"], ["no_elements"]),
+    ("no_dropout", [], ["config.json cannot be loaded", "attn_pdrop", "expected"]),
+    ("few_tokens", [], ["60001 tokens", "50257 in the model"]), ("untied", [], ["output layer"]),
     ("remote_code", ["--seq-len", "129"], ["--seq-len 129", "128 positions"])])
 def test_models_that_do_not_fit_are_refused(broken_models, folder, name, arguments, words):
     path = folder()
@@ -398,6 +412,16 @@ def test_models_that_do_not_fit_are_refused(broken_models, folder, name, argumen
     assert result.rc == 2 and result.record is None and result.err.count("\n") == 1, result.err
     assert all(word in result.err for word in ["train_zero2: refused", *words])
     assert not (path / "ran").exists()
+
+
+def test_pretrained_weights_are_trained_with_dropout(tiny, folder):
+    path = folder()
+    shutil.copytree(tiny, path / "model")
+    file = path / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"resid_pdrop": 0.5}))
+    first = [losses(launch(path, "--model", path / "model", "--steps", 1, "--seed", seed)
+                    .record["runs"][0])[0] for seed in (0, 1)]
+    assert abs(first[0] - first[1]) > 1e-4                    # nothing else depends on the seed
 
 
 def test_weights_that_are_not_finite_are_told_from_training_that_diverged(tiny, folder):
@@ -427,6 +451,25 @@ def test_compiled_runs_train_as_eager_ones(folder, tiny):
 def test_an_accelerator_that_is_not_the_device_is_refused(folder):
     result = launch(folder(), *TINY, ok=False, timeout=60, env={"DS_ACCELERATOR": "xpu"})
     assert result.rc == 2 and result.err.count("\n") == 1 and "DS_ACCELERATOR" in result.err
+
+
+def test_a_sweep_over_a_precision_that_cannot_be_is_refused(folder):
+    result = launch(folder(), *TINY, "--sweep", "fp16.enabled=true,false", ok=False, timeout=60)
+    assert result.rc == 2 and "cannot do fp16" in result.err
+
+
+def test_the_last_step_is_printed(folder, small):
+    result = launch(folder(), "--model", small, "--random-weights", "--steps", 101)
+    assert "\nstep 101  loss" in result.out and "\nstep  99" not in result.out
+
+
+def test_closed_output_and_names_that_look_like_formulas(folder, small):
+    path = folder()
+    shutil.copy(ZERO2, path / "a$x_{$.json")
+    done = subprocess.run(
+        f"{sys.executable} {SCRIPT} --config 'a$x_{{$.json' --model {small} --random-weights "
+        "--steps 4 --plot p.png >&-", shell=True, cwd=path, capture_output=True, timeout=120)
+    assert done.returncode == 0 and (path / "p.png").stat().st_size > 20_000, done.stderr
 
 
 def test_a_precision_asked_for_that_cannot_be_is_refused(folder):
