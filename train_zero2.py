@@ -67,6 +67,8 @@ TIME_NOISE = 0.02                      # relative, or the interquartile range wh
 STAGE0_BUCKET = 500_000_000            # elements; MEMORY_OPT_ALLREDUCE_SIZE in DeepSpeed's engine
 IGNORED = -100                         # label that no loss is taken from
 NA = "NOT APPLICABLE"
+MODEL_FILES = ("config.json", "generation_config.json", "model*.safetensors*", "vocab.json",
+               "merges.txt", "tokenizer*.json", "special_tokens_map.json")
 
 HERE = Path(__file__).resolve().parent
 PHASES = ("init", "forward", "backward", "step")
@@ -163,10 +165,6 @@ def check_arguments(args, runs):
     if args.precision != "auto" and any(f"{p}.enabled" in run.swept for run in runs
                                         for p in ("fp16", "bf16")):
         raise Refused("--precision and a sweep over a precision: choose one of them")
-    for key, run in ((key, run) for run in runs for key in run.swept):
-        if key.startswith(("fp16.", "bf16.")) and not key.endswith(".enabled") and (
-                not key.startswith(precision_of(run.config))):
-            raise Refused(f"--sweep {key}: has no effect on a run in {precision_of(run.config)}")
     if args.plot and args.plot.suffix.lower() != ".png":
         raise Refused(f"--plot {args.plot}: writes PNG; end the name in .png")
     if args.compile and not any(map(shutil.which, ("cc", "gcc", "g++", "clang"))):
@@ -199,9 +197,11 @@ def check_outputs(args, runs):
         name = f"--{flag.replace('_', '-')} {path}"
         if folder and len(runs) > 1:
             raise Refused(f"{name}: takes one run; this command makes {len(runs)}")
-        for outer in ("model", "checkpoint"):
-            if not folder and real(getattr(args, outer) or os.devnull) in real(path).parents:
-                raise Refused(f"{name}: inside --{outer}; name a place outside of it")
+        for outer, files in (("model", MODEL_FILES), ("checkpoint", ("latest", "step*"))):
+            within = real(getattr(args, outer) or os.devnull)
+            if within in real(path).parents and any(map(
+                    Path(real(path).relative_to(within).parts[0]).match, files)):
+                raise Refused(f"{name}: belongs to what is in --{outer}; name another")
         taken = used.setdefault(real(path), name)
         if taken is not name:
             raise Refused(f"{name}: the same as {taken}, which it would overwrite; name another")
@@ -448,16 +448,20 @@ def plan_runs(args, world_size):
             raise Refused(f"--config {path}: {error}") from None
         for values in itertools.product(*(values for _, values in sweeps)):
             swept = {key: pair for (key, _), pair in zip(sweeps, values)}
-            stage = swept.get(STAGE, (None, config.get(STAGE)))[1]
-            if not stage:                             # no other key of its section works there
-                swept = {k: pair for k, pair in swept.items() if k == STAGE or ZERO not in k}
+            wanted = config | {key: value for key, (_, value) in swept.items()}
+            precision = precision_of(wanted) if args.precision == "auto" else args.precision
+            idle = [key for key in swept if not key.endswith((".stage", ".enabled")) and (
+                key.startswith(ZERO) and not wanted.get(STAGE)    # stage 0 reads nothing else there
+                or key.startswith(("fp16.", "bf16.")) and not key.startswith(precision))]
+            for key in idle:
+                del swept[key]
             try:
                 resolved = check_config(unflatten(
                     config | {key: value for key, (_, value) in swept.items()}), world_size)
             except Refused as error:
                 raise Refused(f"--config {path}: {error}") from None
             if args.precision != "auto":
-                resolved |= {f"{p}.enabled": args.precision == p for p in ("fp16", "bf16")}
+                resolved |= {f"{p}.enabled": precision == p for p in ("fp16", "bf16")}
             name = " ".join([path.stem] + [f"{key.removeprefix(ZERO)}={shown}"
                                            for key, (shown, _) in swept.items()])
             twins = sum(re.fullmatch(re.escape(name) + r"( \(\d+\))?", run.name) is not None
@@ -611,7 +615,7 @@ def nccl_version():
 def first_line(error):
     """The first line of an exception's text and what follows its colon, or its type's name."""
     lines = (str(error).strip() or type(error).__name__).splitlines()
-    return " ".join(line.strip() for line in lines[:1 + lines[0].endswith(":")])[:200]
+    return " ".join(line.strip() for line in lines[:1 + lines[0].rstrip().endswith(":")])[:200]
 
 
 # ------------------------------------------------------------------- 5. model and batches
@@ -619,9 +623,7 @@ def first_line(error):
 def fetch(name, local=False):
     """The local folder of a Hub repository (weights, configuration, vocabulary)."""
     from huggingface_hub import snapshot_download
-    return snapshot_download(name, local_files_only=local, allow_patterns=[
-        "config.json", "generation_config.json", "model*.safetensors*", "vocab.json", "merges.txt",
-        "tokenizer*.json", "special_tokens_map.json"])
+    return snapshot_download(name, local_files_only=local, allow_patterns=[*MODEL_FILES])
 
 
 def ask_hub(name):
@@ -1116,6 +1118,8 @@ def build_engine(run, launch, model, args, memory):
     if args.compile:
         try:
             engine.compile()
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:                            # DeepCompile's own build, with nvcc
             raise RunFailed(f"--compile: cannot build: {first_line(error)}") from None
     repairs = repair_baseline(engine, run.config)
@@ -1584,9 +1588,10 @@ def stage_of(run):
 
 
 def reductions(run):
-    """Gradient reductions of one step, control traffic left out."""
-    return sum((run["collectives"] or {}).get(kind, {}).get("count", 0)
-               for kind in ("all_reduce", "reduce", "reduce_scatter_tensor"))
+    """Gradient reductions of one step, control traffic left out; None where not counted."""
+    return None if run["collectives"] is None else sum(
+        run["collectives"].get(kind, {}).get("count", 0)
+        for kind in ("all_reduce", "reduce", "reduce_scatter_tensor"))
 
 
 def time_noise(*runs):
@@ -1722,21 +1727,20 @@ def memory_saved(runs, environment):
     if reason:
         return NA, reason
     outcomes, texts = [], []
-    for runs_by_stage in pairs:
-        peaks = [run and run["peak_allocated_bytes"]["steady"] for run in runs_by_stage]
-        plain, optimizer, zero = peaks
-        model = [run and run["floor_bytes"] + peak_of(run["expected_bytes"])
-                 for run in runs_by_stage]
+    for baseline, middle, run in pairs:
+        plain, zero = (r["peak_allocated_bytes"]["steady"] for r in (baseline, run))
+        model = [r["floor_bytes"] + peak_of(r["expected_bytes"]) for r in (baseline, run)]
         text = (f"stage 0 {plain / MB:,.0f} MB, stage 2 {zero / MB:,.0f} MB: "
                 f"{zero / plain - 1:+.1%} (expected without activations {model[0] / MB:,.0f} and "
-                f"{model[2] / MB:,.0f}: {model[2] / model[0] - 1:+.1%})")
-        if optimizer:
+                f"{model[1] / MB:,.0f}: {model[1] / model[0] - 1:+.1%})")
+        if middle:
+            optimizer = middle["peak_allocated_bytes"]["steady"]
             text += (f", optimizer states (0 to 1) {(plain - optimizer) / MB:,.0f} MB, gradients "
                      f"(1 to 2) {(optimizer - zero) / MB:,.0f} MB"
                      + ", stage 2 adds nothing to stage 1 here" * same_peak(optimizer, zero))
         alike = same_peak(plain, zero)
         outcomes.append(NA if alike else "PASS" if zero < plain else "FAIL")
-        texts.append(f"{runs_by_stage[2]['name']}: " * (len(pairs) > 1) + text
+        texts.append(f"{run['name']}: " * (len(pairs) > 1) + text
                      + ", within the noise" * alike)
     return next(o for o in ("FAIL", "PASS", NA) if o in outcomes), "; ".join(texts)
 
@@ -1751,7 +1755,7 @@ def groups_by(runs, key):
         if value is not None:
             groups.setdefault(json.dumps(flat, sort_keys=True), []).append((value, run))
     return [sorted(group, key=lambda pair: pair[0]) for group in groups.values()
-            if len({value for value, _ in group}) > 1]
+            if any(value != group[0][0] for value, _ in group)]
 
 
 def bucket_effect(runs, environment):
@@ -1762,7 +1766,7 @@ def bucket_effect(runs, environment):
         peaks = [r["peak_allocated_bytes"] for r in (small, large)]
         times = [r["median_step_seconds"] for r in (small, large)]
         whole = "either holds all gradients" if smallest >= environment["parameters"] else (
-            "not counted" if None in (small["collectives"], large["collectives"]) else "")
+            "not counted" if None in (reductions(small), reductions(large)) else "")
         parts = [  # label, figures, unit and its name, sign of the expected gain, noise, why not
             ("reductions", *map(reductions, (small, large)), 1, "", 1, 0, whole),
             ("backward peak", *(p["backward"] for p in peaks), MB, " MB", -1,
@@ -1773,11 +1777,12 @@ def bucket_effect(runs, environment):
              "too few steps" if min(map(timed_steps, (small, large))) < TIMED_STEPS else "")]
         texts = []
         for label, a, b, unit, name, sign, noise, reason in parts:
-            gain = (a - b) * sign
+            gain = 0 if None in (a, b) else (a - b) * sign
             outcome = NA if reason or abs(gain) <= noise else "PASS" if gain > 0 else "FAIL"
             outcomes.append(outcome)
-            texts.append(f"{label} {a / unit:,.{label == 'step':d}f} and "
-                         f"{b / unit:,.{label == 'step':d}f}{name} {outcome}"
+            figures = "" if None in (a, b) else f" {a / unit:,.{label == 'step':d}f} and " \
+                f"{b / unit:,.{label == 'step':d}f}{name}"
+            texts.append(f"{label}{figures} {outcome}"
                          + f" ({reason or 'within the noise'})" * (outcome == NA))
         if not parts[1][-1] and same_peak(peaks[0]["steady"], peaks[1]["steady"]):
             phase = max(PHASES[1:], key=lambda phase: peaks[0][phase])
@@ -1795,13 +1800,15 @@ WHY_WITHOUT_EFFECT = {
 
 def differences(a, b, environment):
     """What of losses, collectives, memory and time two runs differ in beyond the noise."""
-    applied = [[step["applied"] for step in run["steps"]] for run in (a, b)]
-    early, late, *_ = loss_gaps(a, b)
+    early, late, _, skip, alone = loss_gaps(a, b)
+    alike = outside_zero(a) == outside_zero(b)        # a key that sets how to train: to the bit
+    collectives = [run["collectives"] for run in (a, b)]
     peaks = [run["peak_allocated_bytes"] for run in (a, b)]
     unknown = memory_unknown(environment)
     untimed = unknown or environment["share_gpu"] or min(map(timed_steps, (a, b))) < TIMED_STEPS
-    found = {"losses": applied[0] != applied[1] or early > LOSS_TOLERANCE or late > LOSS_DRIFT,
-             "collectives": a["collectives"] != b["collectives"],
+    found = {"losses": skip is not None or alone is not None or early > LOSS_TOLERANCE * alike
+             or late > LOSS_DRIFT * alike,
+             "collectives": None not in collectives and collectives[0] != collectives[1],
              "memory": not unknown and not all(same_peak(*(p[phase] for p in peaks))
                                                for phase in PHASES[1:]),
              "time": not untimed and not same_time(a, b)}
@@ -1820,16 +1827,15 @@ def knob_without_effect(runs, environment):
         moved = {name: None for pair in pairs for name in differences(*pair, environment)}
         few = min(timed_steps(run) for pair in pairs for run in pair) < TIMED_STEPS
         counted = all(run["collectives"] is not None for pair in pairs for run in pair)
+        low, high = groups[0][0][0], groups[0][-1][0]
+        why = WHY_WITHOUT_EFFECT.get(key, "") * (key != BUCKET or low >= environment["parameters"])
         left = f"memory and time, {unknown}" if unknown else (
             "time, ranks share a GPU" if environment["share_gpu"] else "")
-        text = "changed nothing" + WHY_WITHOUT_EFFECT.get(key, "") + f" (not compared: {left})" * (
-            left != "")
-        if moved or few or not counted:
-            text = f"moved {', '.join(moved)}" if moved else (
-                "too few steps" if few else "collectives not counted")
-        low, high = groups[0][0][0], groups[0][-1][0]
-        details.append((NA if moved or few or not counted else "PASS",
-                        f"{key.removeprefix(ZERO)} ({low} to {high})", text))
+        effect = f"moved {', '.join(moved)}" if moved else "too few steps" if few else (
+            "" if counted else "collectives not counted")
+        left = f" (not compared: {left})" * bool(left)
+        details.append((NA if effect else "PASS", f"{key.removeprefix(ZERO)} ({low} to {high})",
+                        effect or f"changed nothing{why}{left}"))
     return "PASS" if any(o == "PASS" for o, _, _ in details) else NA, (
         together(details) or "no two runs differ in a swept key alone (the stage apart)")
 
@@ -1995,7 +2001,8 @@ def print_comparison(record):
             rows.append([f"{run['name']:<{width}}  failed: {run['error']}"])
             continue
         peaks, seconds = run["peak_allocated_bytes"], run["median_step_seconds"]
-        steady = [str(run["worst_rank"]), str(reductions(run)), f"{seconds * 1e3:.1f}"] if (
+        steady = [str(run["worst_rank"]), "-" if reductions(run) is None else
+                  str(reductions(run)), f"{seconds * 1e3:.1f}"] if (
             seconds) else [None] * 3
         rows.append([run["name"], peaks["backward"], peaks["step"], peaks["steady"],
                      None if memory_unknown(environment) else
@@ -2122,6 +2129,8 @@ def settle_precision(runs, args, launch):
 
 def load(args, launch, runs):
     """Tokenizer, model, text (None: the sentences) and environment; ranks agree on all of it."""
+    if not launch.on_gpu and any(run.config.get("compile.deepcompile") for run in runs):
+        raise Refused('"compile.deepcompile": true needs a GPU; remove it')
     settle_precision(runs, args, launch)
     if args.resume:
         now, saved = precision_of(runs[0].config), last_checkpoint(args.checkpoint)[1]["precision"]
@@ -2135,16 +2144,13 @@ def load(args, launch, runs):
     if args.seq_len > config.n_positions:                         # a Hub model of its own kind
         raise Refused(f"--seq-len {args.seq_len}: the model has {config.n_positions} positions; "
                       "use fewer")
-    tokens = 1 + max(tokenizer.get_vocab().values())
-    if tokens > config.vocab_size:
-        raise Refused(f"--model {found['name']}: {tokens} tokens in the vocabulary, "
-                      f"{config.vocab_size} in the model: they do not belong together")
+    if (last := max(tokenizer.get_vocab().values())) >= config.vocab_size:
+        raise Refused(f"--model {found['name']}: token number {last} in the vocabulary, "
+                      f"{config.vocab_size} tokens in the model: they do not belong together")
     if args.data:
         text = text_data(args, launch, tokenizer,
                          launch.world_size * max(run.config[MICRO] for run in runs))
     model = load_model(found, config, args.seed)
-    if not launch.on_gpu and any(run.config.get("compile.deepcompile") for run in runs):
-        raise Refused('"compile.deepcompile": true needs a GPU; remove it')
     if args.memory_snapshot and not launch.on_gpu:
         launch.notices.append("--memory-snapshot: needs a GPU; nothing will be written.")
     launch.notices += foresee(runs, [p.numel() for p in model.parameters()], launch.world_size,

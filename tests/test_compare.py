@@ -63,7 +63,7 @@ def failed(name="broken"):
 
 
 LONG = [10 - i / 2 for i in range(10)]
-LR = "optimizer.params.lr"
+LR, BETAS = "optimizer.params.lr", "optimizer.params.betas"
 OTHER_LR = {"optimizer": {"type": "AdamW", "params": {"lr": 1.0, "torch_adam": True}}}
 SMALL = dict(reductions=75, backward=1430, seconds=0.2)
 CASES = {
@@ -176,6 +176,14 @@ CASES = {
         "knob_without_effect", "PASS", ["steps_per_print", "changed nothing"],
         [record(f"a {n}", losses=LONG, swept={"steps_per_print": n}, top={"steps_per_print": n})
          for n in (1, 10)], {}),
+    "other betas": (
+        "knob_without_effect", "NOT APPLICABLE", ["betas", "moved losses"],
+        [record(f"a {b}", losses=[x + b / 1e4 for x in LONG], swept={BETAS: [0.9, b]}, top={
+            "optimizer": {"type": "AdamW", "params": {"betas": [0.9, b], "torch_adam": True}}})
+         for b in (0.9, 0.99)], {}),
+    "a sweep that was stopped": (
+        "knob_without_effect", "PASS", ["allgather_bucket_size"],
+        [swept(ALLGATHER, 1e6), swept(ALLGATHER, 5e7, losses=LONG[:9])], {}),
     "what a shared GPU does not tell": (
         "knob_without_effect", "PASS", ["not compared: time ranks share a GPU"],
         [swept(ALLGATHER, 1e6, seconds=0.5), swept(ALLGATHER, 5e7)], {"share_gpu": True}),
@@ -202,7 +210,8 @@ CASES = {
         [record(stage=0), record("b", losses=(10, 9.2, 8, 7, 6), top={
             "compile": {"deepcompile": True}})], {}),
     "collectives of a compiled graph": (
-        "bucket_effect", "PASS", ["not counted", "backward peak 1430 and 1500 MB PASS"],
+        "bucket_effect", "PASS", ["reductions NOT APPLICABLE (not counted)",
+                                  "backward peak 1430 and 1500 MB PASS"],
         [swept(BUCKET, 1e6, **SMALL) | {"collectives": None},
          swept(BUCKET, 5e7) | {"collectives": None}], {}),
     "another learning rate is no knob without effect": (
@@ -264,6 +273,13 @@ def test_the_saving_is_split_by_a_stage_1_that_differs_in_the_stage_alone(bucket
             swept(BUCKET, 1e6, step=1568)]
     verdict = next(v for v in compare(runs, environment()) if v["name"] == "memory_saved")
     assert verdict["outcome"] == "PASS" and ("gradients" in verdict["detail"]) is split
+
+
+@pytest.mark.parametrize("parameters, said", [(124_439_808, False), (3_382_080, True)])
+def test_one_bucket_is_said_to_hold_all_gradients_where_it_does(parameters, said):
+    runs = [swept(BUCKET, 5e7), swept(BUCKET, 5.05e7)]
+    verdict = compare(runs, environment(parameters=parameters))[-1]
+    assert verdict["outcome"] == "PASS" and ("one bucket" in verdict["detail"]) is said
 
 
 @pytest.mark.parametrize("order", [0, 1])

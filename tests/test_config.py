@@ -336,6 +336,16 @@ def test_sweep_names_its_runs(sweeps, names, tmp_path):
             assert run.config[path] == json.loads(text) == run.swept[path]
 
 
+def test_a_key_of_a_precision_that_is_not_used_runs_once(tmp_path):
+    runs = plan(GOOD, tmp_path, "--sweep", "fp16.enabled=true,false", "--sweep",
+                "fp16.initial_scale_power=10,12")
+    assert [run.name for run in runs] == [
+        "c fp16.enabled=true fp16.initial_scale_power=10",
+        "c fp16.enabled=true fp16.initial_scale_power=12", "c fp16.enabled=false"]
+    [run] = plan(GOOD, tmp_path, "--precision", "fp32", "--sweep", "fp16.hysteresis=1,2")
+    assert run.swept == {}
+
+
 def test_a_bucket_sweep_runs_stage_0_once(tmp_path):
     runs = plan_runs(parse_arguments(["--config", str(STAGE0), str(ZERO2), "--sweep",
                                       "reduce_bucket_size=1e6,1e7"]), 2)
@@ -453,11 +463,9 @@ def test_positions_are_those_of_the_model_alone(arguments, no_torch, tmp_path, m
     (["--json", "x.png", "--plot", "x.png"], ["--plot", "--json"]),
     (["--save", "s", "--checkpoint", "s"], ["--checkpoint", "--save"]),
     (["--json", "pipe"], ["--json", "regular"]),
-    (["--model", "kept", "--json", "kept/config.json"], ["--json", "inside --model"]),
-    (["--checkpoint", "kept", "--resume", "--json", "kept/latest"],
-     ["--json", "inside --checkpoint"]),
-    (["--precision", "fp32", "--sweep", "fp16.initial_scale_power=10,12"],
-     ["fp16.initial_scale_power", "no effect", "fp32"]),
+    (["--model", "kept", "--json", "kept/config.json"], ["--json", "--model"]),
+    (["--checkpoint", "kept", "--resume", "--json", "kept/latest"], ["--json", "--checkpoint"]),
+    (["--checkpoint", "new", "--save", "new/step10"], ["--save", "--checkpoint"]),
     (["--checkpoint", "kept"], ["--checkpoint", "--resume"])])
 def test_an_output_never_replaces_something_else(arguments, words, no_torch, tmp_path,
                                                  monkeypatch):

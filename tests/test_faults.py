@@ -4,6 +4,7 @@ Every launch ends by itself, says why, leaves no process behind, and what was fi
 """
 import dataclasses
 import os
+import shutil
 import signal
 import socket
 import time
@@ -149,6 +150,7 @@ def test_a_full_disk_is_said_and_nothing_half_is_left(tmp_path, small, arguments
         assert (tmp_path / "kept" / "latest").read_text().strip() == "step2"
 
 
+@pytest.mark.skipif(not shutil.which("g++"), reason="--compile needs a C++ compiler")
 def test_a_build_that_fails_is_said_in_one_line(tmp_path, small):
     result = finish(start(tmp_path, small, "--random-weights", "--steps", 1, "--compile",
                           patch="raise=compile:0:1"))
