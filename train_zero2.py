@@ -1060,6 +1060,22 @@ class StopRequest:
             first = first or now
 
 
+@dataclasses.dataclass
+class Job:
+    """One run to make and all it needs."""
+    run: Run
+    args: argparse.Namespace
+    launch: Launch
+    model: object                          # fp32, on the CPU; every run trains a copy
+    tokenizer: object
+    dataset: object
+    stop: StopRequest
+
+    def batches(self, start=0):
+        """(epoch, (ids, labels)) for ever, of this rank, from micro-batch number start on."""
+        return batches(self.dataset, self.run.config, self.launch, self.args, start)
+
+
 def repair_baseline(engine, config):
     """Make stage 0 train as stages 1 and 2 do; returns the repairs made, one line each.
 
@@ -1127,13 +1143,14 @@ def build_engine(run, launch, model, args, memory):
     return engine, repairs
 
 
-def execute(record, run, launch, model, tokenizer, dataset, args, stop, on_step):
+def execute(record, job, on_step):
     """Make one run and fill its record (keys: README.md), whole on rank 0.
 
     Raises RunFailed for what a user can mend (out of memory, loss not finite). The engine is gone
     when it returns or raises; what stays allocated shows in the next run's floor_bytes.
     """
     import torch
+    args, launch = job.args, job.launch
     gc.collect()
     if launch.on_gpu:
         torch.cuda.empty_cache()
@@ -1141,15 +1158,14 @@ def execute(record, run, launch, model, tokenizer, dataset, args, stop, on_step)
     memory, engine, counter = PeakMemory(launch), None, None
     record["floor_bytes"] = memory.read()
     try:
-        check_fits(record, run, launch, model)
-        engine, record["repairs"] = build_engine(run, launch, model, args, memory)
+        check_fits(record, job.run, launch, job.model)
+        engine, record["repairs"] = build_engine(job.run, launch, job.model, args, memory)
         counter = CollectiveCounter()
-        whole = measure(record, run, launch, engine, dataset, args, stop, on_step, memory, counter)
+        whole = measure(record, job, engine, memory, counter, on_step)
         if args.save:
-            record["saved"] = save_weights(engine, run, launch, model, tokenizer, dataset,
-                                           args) if whole else None
+            record["saved"] = save_weights(job, engine) if whole else None
         if args.memory_snapshot and launch.on_gpu and whole:
-            save_snapshot(record, run, launch, engine, dataset, args, memory)
+            save_snapshot(record, job, engine, memory)
     except torch.OutOfMemoryError as error:
         asked = ". ".join(first_line(error).split(". ")[:3])      # for what, of what, what is free
         raise RunFailed(f"rank {launch.rank}, {memory.current}: {asked}. What helps: a "
@@ -1187,33 +1203,44 @@ def check_fits(record, run, launch, model):
                             f"activations; it has {total / GB:.1f} GB")
 
 
-def measure(record, run, launch, engine, dataset, args, stop, on_step, memory, counter):
+def timed_step(engine, micro_batches, launch, memory, repairs, signal_number=0):
+    """One optimizer step between two readings of the clock on an idle device, as all ranks saw it.
+
+    Returns a float64 tensor (ranks, 3): mean loss, seconds, signal. The exchange is not timed: the
+    script's own traffic, once a step, on the CPU. A stop asked of one rank rides on it, so that all
+    stop after the same step.
+    """
+    import torch
+    import torch.distributed as dist
+    synchronize(launch)
+    begin = time.perf_counter()
+    losses = train_step(engine, micro_batches, memory, repairs)
+    synchronize(launch)
+    seconds = time.perf_counter() - begin
+    own = torch.tensor([statistics.fmean(map(float, losses)), seconds, signal_number],
+                       dtype=torch.float64)
+    everyone = torch.empty(launch.world_size, 3, dtype=torch.float64)
+    dist.all_gather_into_tensor(everyone.view(-1), own, group=launch.control)
+    return everyone
+
+
+def measure(record, job, engine, memory, counter, on_step):
     """Train until --steps, filling record: steps, peaks by phase and rank, collectives.
 
     Returns whether it got there: False where a signal stopped it, on all ranks alike.
     """
-    import torch
-    import torch.distributed as dist
-    done = load_checkpoint(engine, run, launch, args) if args.resume else 0
-    feed = batches(dataset, run.config, launch, args, done * run.config[ACCUMULATION])
-    scaled, started = precision_of(run.config) == "fp16", False
+    args, launch, config = job.args, job.launch, job.run.config
+    done = load_checkpoint(job, engine) if args.resume else 0
+    feed = job.batches(done * config[ACCUMULATION])
+    scaled, started = precision_of(config) == "fp16", False
     overall, steady, resident, collectives = memory.take(), {}, None, {}
-    everyone = torch.empty(launch.world_size, 3, dtype=torch.float64)
     record["resumed_from_step"] = done if args.resume else None
-    stop.training = True
+    job.stop.training = True
     for step in range(done + 1, args.steps + 1):
-        taken = list(itertools.islice(feed, run.config[ACCUMULATION]))
+        taken = list(itertools.islice(feed, config[ACCUMULATION]))
         scale = engine.optimizer.loss_scale if scaled else None
-        synchronize(launch)
-        begin = time.perf_counter()
-        losses = train_step(engine, [batch for _, batch in taken], memory, record["repairs"])
-        synchronize(launch)
-        seconds = time.perf_counter() - begin
-        # Not timed: the script's own traffic, once a step, on the CPU. A stop asked of one rank
-        # rides on it, so that all stop after the same step.
-        own = torch.tensor([statistics.fmean(map(float, losses)), seconds, stop.signal],
-                           dtype=torch.float64)
-        dist.all_gather_into_tensor(everyone.view(-1), own, group=launch.control)
+        everyone = timed_step(engine, [batch for _, batch in taken], launch, memory,
+                              record["repairs"], job.stop.signal)
         mean, applied = everyone[:, 0].mean().item(), bool(engine.was_step_applied())
         peaks, counts = memory.take(), counter.take()
         warmup = step - done <= WARMUP_STEPS or not started
@@ -1232,7 +1259,7 @@ def measure(record, run, launch, engine, dataset, args, stop, on_step, memory, c
         stopped = bool(everyone[:, 2].any())
         if args.checkpoint and (stopped or step == args.steps or (
                 args.checkpoint_every and step % args.checkpoint_every == 0)):
-            save_checkpoint(engine, launch, run, args, step)
+            save_checkpoint(job, engine, step)
             counter.take()                                    # DeepSpeed compares the tag's digest
         if stopped:
             break
@@ -1246,9 +1273,8 @@ def measure(record, run, launch, engine, dataset, args, stop, on_step, memory, c
         "steady": max(steady.values(), default=None), "overall": max(overall.values()),
         "resident": resident, "reserved": memory.reserved or memory.read(),
         "device_used": device_used(launch) if launch.on_gpu else None, "padding": pads})
-    record.update(summarize(record["steps"], rows, run.config, args.seq_len),
-                  collectives=None if run.config.get("compile.deepcompile") else collectives,
-                  interrupted=stopped)
+    record.update(summarize(record["steps"], rows, config, args.seq_len), interrupted=stopped,
+                  collectives=None if config.get("compile.deepcompile") else collectives)
     return not stopped
 
 
@@ -1274,16 +1300,15 @@ def summarize(steps, rows, config, seq_len):
         "peak_reserved_bytes": worst("reserved"), "device_used_bytes": worst("device_used")}
 
 
-def save_snapshot(record, run, launch, engine, dataset, args, memory):
+def save_snapshot(record, job, engine, memory):
     """Write the allocator's history of one more step than was measured, for memory_viz."""
     import torch
-    taken = list(itertools.islice(batches(dataset, run.config, launch, args),
-                                  run.config[ACCUMULATION]))
+    taken = list(itertools.islice(job.batches(), job.run.config[ACCUMULATION]))
     torch.cuda.memory._record_memory_history(max_entries=1_000_000)
     train_step(engine, [batch for _, batch in taken], memory, record["repairs"])
-    path, name = args.memory_snapshot, re.sub(r"[^\w.=-]+", "_", run.name)
-    torch.cuda.memory._dump_snapshot(
-        str(path.with_name(f"{path.stem}.{name}.rank{launch.rank}{path.suffix or '.pickle'}")))
+    path, name = job.args.memory_snapshot, re.sub(r"[^\w.=-]+", "_", job.run.name)
+    torch.cuda.memory._dump_snapshot(str(path.with_name(
+        f"{path.stem}.{name}.rank{job.launch.rank}{path.suffix or '.pickle'}")))
     torch.cuda.memory._record_memory_history(enabled=None)
 
 
@@ -1338,14 +1363,14 @@ def check_resume(run, args, world_size):
                       f"{args.steps} is the total of the whole run")
 
 
-def save_checkpoint(engine, launch, run, args, step):
+def save_checkpoint(job, engine, step):
     """Write a whole checkpoint, then point `latest` at it, then drop the one before.
 
     DeepSpeed's own `latest` is written before the other ranks' parts are on disk. Here a kill at
     any moment leaves `latest` on a whole checkpoint.
     """
     import torch
-    tag, folder = f"step{step}", args.checkpoint
+    tag, folder, launch = f"step{step}", job.args.checkpoint, job.launch
     try:
         engine.save_checkpoint(str(folder), tag=tag, save_latest=False)
         state = {"cpu": torch.get_rng_state()}
@@ -1354,8 +1379,8 @@ def save_checkpoint(engine, launch, run, args, step):
         torch.save(state, folder / tag / f"random_rank{launch.rank}.pt")
         launch.gather()                                       # every rank's part is on disk
         if launch.rank == 0:
-            saved = identity(run, args, launch.world_size) | {
-                "step": step, "precision": precision_of(run.config)}
+            saved = identity(job.run, job.args, launch.world_size) | {
+                "step": step, "precision": precision_of(job.run.config)}
             (folder / tag / "train_zero2.json").write_text(json.dumps(saved))
             replace_file(folder / "latest", tag.encode())
             for old in folder.glob("step*"):
@@ -1367,22 +1392,22 @@ def save_checkpoint(engine, launch, run, args, step):
             "; the one before it is whole" if (folder / "latest").exists() else "")) from None
 
 
-def load_checkpoint(engine, run, launch, args):
+def load_checkpoint(job, engine):
     """Load what `latest` names into the engine; returns the number of steps done."""
     import torch
-    tag, saved = last_checkpoint(args.checkpoint)
+    folder, launch = job.args.checkpoint, job.launch
+    tag, saved = last_checkpoint(folder)
     universal = engine.load_universal_checkpoint()
-    name, random = tag + "_universal" * universal, (
-        args.checkpoint / tag / f"random_rank{launch.rank}.pt")
+    name, random = tag + "_universal" * universal, folder / tag / f"random_rank{launch.rank}.pt"
     try:
-        path, _ = engine.load_checkpoint(str(args.checkpoint), tag=name)
+        path, _ = engine.load_checkpoint(str(folder), tag=name)
         known = random.exists() or not universal              # another number of ranks has fewer
         state = torch.load(random, weights_only=True) if known else None
     except Exception as error:                                    # whatever damage makes it raise
-        raise RunFailed(f"--resume: {args.checkpoint / name} cannot be loaded: "
-                        f"{first_line(error)}") from None
+        raise RunFailed(f"--resume: {folder / name} cannot be loaded: {first_line(error)}"
+                        ) from None
     if path is None:
-        raise RunFailed(f"--resume: {args.checkpoint / name} cannot be loaded")
+        raise RunFailed(f"--resume: {folder / name} cannot be loaded")
     if state:
         torch.set_rng_state(state["cpu"])
         if launch.on_gpu and "cuda" in state:
@@ -1390,7 +1415,7 @@ def load_checkpoint(engine, run, launch, args):
     return saved["step"]
 
 
-def save_weights(engine, run, launch, model, tokenizer, dataset, args):
+def save_weights(job, engine):
     """Write fp32 master weights and tokenizer for from_pretrained; whole, or not at all.
 
     Returns {"path", "eval_loss"}: the eval-mode loss of rank 0's first micro-batch at the run's
@@ -1399,32 +1424,32 @@ def save_weights(engine, run, launch, model, tokenizer, dataset, args):
     import torch
     from deepspeed.utils import safe_get_full_fp32_param
     masters = {id(p): p for p in engine.module.parameters()}      # fp32, stage 0: the weights
-    if run.config[STAGE]:
+    if job.run.config[STAGE]:
         masters = {key: safe_get_full_fp32_param(p) for key, p in masters.items()}
-    elif precision_of(run.config) != "fp32":
+    elif precision_of(job.run.config) != "fp32":
         pairs = zip(engine.optimizer.fp16_groups, engine.optimizer.fp32_groups)
         masters = {id(p): q for halves, fulls in pairs for p, q in zip(halves, fulls)}
     engine.eval()
     with torch.no_grad():
-        loss = float(engine(*next(batches(dataset, run.config, launch, args))[1]))
+        loss = float(engine(*next(job.batches())[1]))
     engine.train()
-    if launch.rank == 0:
-        clone = copy.deepcopy(model)
+    if job.launch.rank == 0:
+        clone = copy.deepcopy(job.model)
         clone.load_state_dict({name.removeprefix("model."): masters[id(p)].detach().float().cpu()
                                for name, p in engine.module.named_parameters()},
                               strict=False)                       # lm_head is tied to wte
-        target = Path(os.path.realpath(args.save))
+        target = Path(os.path.realpath(job.args.save))
         target.parent.mkdir(parents=True, exist_ok=True)
         folder = tempfile.mkdtemp(prefix=target.name[:99] + ".", dir=target.parent)
         try:
             clone.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
+            job.tokenizer.save_pretrained(folder)
             os.chmod(folder, 0o755)
             os.replace(folder, target)
         except Exception as error:                                # safetensors has its own
             shutil.rmtree(folder, ignore_errors=True)
-            raise RunFailed(f"--save {args.save}: {first_line(error)}") from None
-    return {"path": str(args.save), "eval_loss": loss}
+            raise RunFailed(f"--save {job.args.save}: {first_line(error)}") from None
+    return {"path": str(job.args.save), "eval_loss": loss}
 
 
 # --------------------------------------------------------------------------- 8. several runs
@@ -2172,7 +2197,7 @@ def train(args, runs, launch, stop):
         if first and len(runs) > 1:
             print(f"\n== {run.name}")
         dataset = text or sentence_data(tokenizer, args.seq_len, run.config["train_batch_size"])
-        done = attempt(run, launch, model, tokenizer, dataset, args, stop)
+        done = attempt(Job(run, args, launch, model, tokenizer, dataset, stop))
         record["runs"].append(done)
         if first:
             print(f"failed: {done['error']}") if done["error"] else print_run(done, environment)
@@ -2195,19 +2220,20 @@ def train(args, runs, launch, stop):
     return 128 + signal.SIGINT if stopped else int(failed)
 
 
-def attempt(run, launch, model, tokenizer, dataset, args, stop):
+def attempt(job):
     """execute; a failure that all ranks share becomes a record with an error, and the rest go on.
 
     One that other ranks do not share would leave them waiting: it is raised after a short while.
     """
     import torch.distributed as dist
     from tqdm import tqdm
+    run, args, launch = job.run, job.args, job.launch
     disable = True if launch.rank or args.steps <= 50 else None             # None: no terminal
     record = {"name": run.name, "config": unflatten(run.config), "swept": run.swept, "steps": [],
               "error": None}
     try:
         with tqdm(total=args.steps, disable=disable, unit="step") as bar:
-            execute(record, run, launch, model, tokenizer, dataset, args, stop, lambda *seen: (
+            execute(record, job, lambda *seen: (
                 None if launch.rank else print_step(*seen, bar, args.steps, args.seq_len)))
         return record
     except RunFailed as error:

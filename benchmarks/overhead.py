@@ -49,27 +49,17 @@ def bare_block(engine, batch, steps, launch, memory, repairs):
 
 def instrumented_block(engine, batch, steps, launch, memory, repairs):
     """The same of train_zero2's step: what its measure() does, in its order, but the printing."""
-    import torch
-    import torch.distributed as dist
-    times, record = [], []
-    everyone = torch.empty(launch.world_size, 3, dtype=torch.float64)
-    counter = T.CollectiveCounter()
+    times, record, counter = [], [], T.CollectiveCounter()
     for step in range(steps):
         top = time.perf_counter()
         scale = getattr(engine.optimizer, "loss_scale", None)
-        synchronize(launch)
-        begin = time.perf_counter()
-        losses = T.train_step(engine, [batch], memory, repairs)
-        synchronize(launch)
-        seconds = time.perf_counter() - begin
-        own = torch.tensor([statistics.fmean(map(float, losses)), seconds, 0], dtype=torch.float64)
-        dist.all_gather_into_tensor(everyone.view(-1), own, group=launch.control)
+        everyone = T.timed_step(engine, [batch], launch, memory, repairs)
         record.append({
             "step": step, "loss": everyone[:, 0].mean().item(), "loss_scale": scale,
             "seconds": everyone[:, 1].max().item(), "stop": everyone[:, 2].max().item(),
             "applied": bool(engine.was_step_applied()), "peaks": memory.take(),
             "collectives": counter.take(), "resident": memory.read()})
-        times.append((seconds, time.perf_counter() - top))
+        times.append((everyone[launch.rank, 1].item(), time.perf_counter() - top))
     counter.close()
     return times
 
