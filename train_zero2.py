@@ -453,8 +453,7 @@ def plan_runs(args, world_size):
             idle = [key for key in swept if not key.endswith((".stage", ".enabled")) and (
                 key.startswith(ZERO) and not wanted.get(STAGE)    # stage 0 reads nothing else there
                 or key.startswith(("fp16.", "bf16.")) and not key.startswith(precision))]
-            for key in idle:
-                del swept[key]
+            swept = {key: pair for key, pair in swept.items() if key not in idle}
             try:
                 resolved = check_config(unflatten(
                     config | {key: value for key, (_, value) in swept.items()}), world_size)
@@ -1321,8 +1320,8 @@ def identity(run, args, world_size):
         with open(args.data, "rb") as file:
             start = zlib.crc32(file.read(1 << 20))
         data = f"{args.data.stat().st_size} bytes, starting with {start:08x}"
-    model = args.model or "gpt2"
-    model = os.path.realpath(model) if args.model and os.path.isdir(model) else model
+    model = os.path.realpath(args.model) if args.model and os.path.isdir(args.model) else (
+        args.model or "gpt2")
     return {"world_size": world_size, "stage": run.config[STAGE], "model": model,
             "seq_len": args.seq_len, "seed": args.seed, "data": data, "round_robin_gradients":
             run.config.get(ZERO + "round_robin_gradients", False)} | held
@@ -2026,9 +2025,9 @@ def print_comparison(record):
             rows.append([f"{run['name']:<{width}}  failed: {run['error']}"])
             continue
         peaks, seconds = run["peak_allocated_bytes"], run["median_step_seconds"]
-        steady = [str(run["worst_rank"]), "-" if reductions(run) is None else
-                  str(reductions(run)), f"{seconds * 1e3:.1f}"] if (
-            seconds) else [None] * 3
+        counted = None if reductions(run) is None else str(reductions(run))
+        steady = [str(run["worst_rank"]), counted, f"{seconds * 1e3:.1f}"] if seconds else (
+            [None] * 3)
         rows.append([run["name"], peaks["backward"], peaks["step"], peaks["steady"],
                      None if memory_unknown(environment) else
                      run["floor_bytes"] + peak_of(run["expected_bytes"]), *steady,

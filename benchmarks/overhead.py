@@ -8,6 +8,7 @@ One engine from train_zero2's build_engine (ds_config_zero2.json) trains in alte
 
     python benchmarks/overhead.py
     torchrun --nproc-per-node=2 benchmarks/overhead.py --share-gpu --pairs 10
+    python benchmarks/overhead.py --pool a.json b.json     # the pairs of earlier --json files
 
 Every pair of blocks, neighbours in time, gives one ratio instrumented / bare of the blocks' median
 step; which goes first alternates. Printed: the median ratio over the pairs and its interval by
@@ -22,6 +23,7 @@ import statistics
 import sys
 import time
 import types
+from pathlib import Path
 
 from common import (T, describe, headline, new_parser, random_batch, random_model, resolve, start,
                     synchronize)
@@ -78,11 +80,35 @@ def median_interval(values):
     return statistics.median(values), ordered[k - 1], ordered[n - k], max(0.0, 1 - outside(k))
 
 
+def judge(pairs, say=print):
+    """Say the verdict on pairs of blocks and return it: {measure: {"ratio", "low", ...}}."""
+    found = {}
+    for measure in MEASURES:
+        ratios = [pair["instrumented"][measure] / pair["bare"][measure] for pair in pairs]
+        median, low, high, coverage = median_interval(ratios)
+        bare, instrumented = (statistics.median(pair[name][measure] for pair in pairs)
+                              for name in ("bare", "instrumented"))
+        verdict = "within" if high <= LIMIT else "above" if low > LIMIT else "undecided"
+        found[measure] = {"ratio": median, "low": low, "high": high, "coverage": coverage,
+                          "verdict": verdict, "bare_seconds": bare,
+                          "instrumented_seconds": instrumented}
+        say(f"{measure:<6} bare {bare * 1e3:.3f} ms, instrumented {instrumented * 1e3:.3f} ms; "
+            f"ratio {median:.4f}, {coverage:.1%} interval {low:.4f} to {high:.4f}; limit "
+            f"{LIMIT:.2f}: {verdict}")
+    return found
+
+
 def main():
     parser = new_parser(__doc__)
+    parser.add_argument("--pool", nargs="+", type=Path, metavar="FILE",
+                        help="run nothing: judge the pairs of earlier --json files together")
     parser.add_argument("--pairs", type=int, default=20, help="pairs of blocks (20)")
     parser.add_argument("--steps-per-block", type=int, default=20, metavar="N", help="(20)")
     args = parser.parse_args()
+    if args.pool:
+        pairs = [pair for path in args.pool for pair in json.loads(path.read_text())["raw"]]
+        print(f"{len(pairs)} pairs of blocks from {len(args.pool)} launches")
+        return int(judge(pairs)["timed"]["verdict"] == "above")
     launch = start(args)
     import torch
     model = random_model(args)
@@ -108,18 +134,7 @@ def main():
     engine.destroy()
     record = {"benchmark": "overhead", "environment": environment, "limit": LIMIT,
               "pairs": args.pairs, "steps_per_block": args.steps_per_block}
-    for measure in MEASURES:
-        ratios = [pair["instrumented"][measure] / pair["bare"][measure] for pair in pairs]
-        median, low, high, coverage = median_interval(ratios)
-        medians = {name: statistics.median(pair[name][measure] for pair in pairs)
-                   for name in blocks}
-        verdict = "within" if high <= LIMIT else "above" if low > LIMIT else "undecided"
-        record[measure] = {"ratio": median, "low": low, "high": high, "coverage": coverage,
-                           "verdict": verdict, **{f"{k}_seconds": v for k, v in medians.items()}}
-        if launch.rank == 0:
-            print(f"{measure:<6} bare {medians['bare'] * 1e3:.3f} ms, instrumented "
-                  f"{medians['instrumented'] * 1e3:.3f} ms; ratio {median:.4f}, {coverage:.1%} "
-                  f"interval {low:.4f} to {high:.4f}; limit {LIMIT:.2f}: {verdict}")
+    record |= judge(pairs, print if launch.rank == 0 else str)
     if launch.rank == 0:
         if args.json:
             args.json.write_text(json.dumps(record | {"raw": pairs}, indent=1))

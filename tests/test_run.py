@@ -1,4 +1,5 @@
 """The real script, launched as a user does, on one process and on two ranks without a GPU."""
+import copy
 import http.server
 import json
 import math
@@ -435,6 +436,23 @@ def test_weights_that_are_not_finite_are_told_from_training_that_diverged(tiny, 
     result = launch(path, "--model", path / "model", "--steps", 2, ok=False)
     assert result.rc == 1 and "Traceback" not in result.err
     assert "step 1: the loss is not finite before any update" in result.record["runs"][0]["error"]
+
+
+def test_the_loss_stays_in_the_compiled_graph():
+    """DeepCompile misses a gradient of the tied embedding that is made outside of its graph."""
+    import torch
+    import train_zero2
+    found = {"name": "gpt2-tiny", "folder": None, "pretrained": False}
+    model = train_zero2.load_model(found, train_zero2.load_config(found), 0).eval()
+    ids = torch.arange(120).reshape(2, 60)
+    labels = ids.masked_fill(ids > 100, train_zero2.IGNORED)
+    gradients = []
+    for compiled in (False, True):
+        module = train_zero2.define_loss(copy.deepcopy(model))
+        run = torch.compile(module, backend="aot_eager", fullgraph=True) if compiled else module
+        run(ids, labels).backward()
+        gradients.append(module.model.transformer.wte.weight.grad)
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.slow                                          # inductor builds for 20 s a run
