@@ -1185,6 +1185,10 @@ def execute(record, job, on_step):
             counter.close()
         if engine:
             engine.destroy()
+        if args.compile:
+            for weight in engine.module.parameters() if engine else ():   # one is kept alive
+                weight.untyped_storage().resize_(0)
+            torch.compiler.reset()                            # else the ninth run is not compiled
         del engine
         gc.collect()
 

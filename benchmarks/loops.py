@@ -13,7 +13,8 @@ from common import T, ZERO, resolve
 class TorchLoop:
     """kind "plain", "DDP", "DDP + ZRO" or "FSDP2", as PyTorch's documentation writes the loop."""
 
-    def __init__(self, kind, args, launch, model, clip, compiled=False, precision=None):
+    def __init__(self, kind, args, launch, model, clip, compiled=False, packed=False,
+                 precision=None):
         import torch
         from torch.distributed.optim import ZeroRedundancyOptimizer
         from torch.nn.parallel import DistributedDataParallel
@@ -21,6 +22,8 @@ class TorchLoop:
         precision = precision or args.precision
         dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision)
         module = copy.deepcopy(model)
+        if packed:
+            pack(module)
         module = module if args.hf_loss else T.define_loss(module)
         if kind == "FSDP2":
             shard(module, launch, dtype, compiled)
@@ -100,13 +103,13 @@ class DeepSpeedLoop:
     """train_zero2's own code path: build_engine with its repairs, then train_step.
 
     groups: so many parameter groups of whole blocks, then one of the embeddings, so that the
-    optimizer step's fp32 copy is one group's. one_check: the overflow check of all gradients in
-    GradScaler's multi-tensor kernel in place of DeepSpeed's, which takes six kernels per weight;
-    only to tell what that one costs.
+    optimizer step's fp32 copy is one group's. packed: see pack. one_check: the
+    overflow check of all gradients in GradScaler's multi-tensor kernel in place of DeepSpeed's,
+    which takes six kernels per weight; only to tell what that one costs.
     """
 
-    def __init__(self, stage, args, launch, model, clip, compiled=False, groups=None,
-                 one_check=False, **changes):
+    def __init__(self, stage, args, launch, model, clip, compiled=False, packed=False,
+                 groups=None, one_check=False, **changes):
         import deepspeed
         changes |= {"gradient_clipping": clip}
         if stage:
@@ -114,6 +117,7 @@ class DeepSpeedLoop:
         run = T.Run(f"stage{stage}", resolve(args, launch, stage, **changes), {})
         flags = types.SimpleNamespace(compile=compiled, seed=args.seed)
         initialize = by_blocks(deepspeed.initialize, groups) if groups else deepspeed.initialize
+        initialize = packing(initialize) if packed else initialize
         with unittest.mock.patch("deepspeed.initialize", initialize):
             self.engine, self.repairs = T.build_engine(run, launch, model, flags,
                                                        T.PeakMemory(launch))
@@ -141,6 +145,37 @@ def by_blocks(initialize, number):
         groups.append([p for p in model_parameters if id(p) not in inside])
         return initialize(model=model, model_parameters=[{"params": g} for g in groups], **settings)
     return grouped
+
+
+def packing(initialize):
+    """deepspeed.initialize on a model whose weights are packed first."""
+    def packed(model, **settings):
+        pack(model.model)
+        return initialize(model=model, **settings | {"model_parameters": [*model.parameters()]})
+    return packed
+
+
+def pack(model):
+    """Make the weights of each block views of one flat parameter, in place; 148 weights become 16.
+
+    FSDP1 did so (FlatParameter). Whatever works once per weight then does so once per block; the
+    backward of the views joins a block's gradients in one copy.
+    """
+    import torch
+    for block in model.transformer.h:
+        weights = [(part, *named) for part in block.modules()
+                   for named in part.named_parameters(recurse=False)]
+        block.flat = torch.nn.Parameter(torch.cat([w.detach().flatten() for *_, w in weights]))
+        places = [(part, name, weight.shape) for part, name, weight in weights]
+        for part, name, _ in places:
+            delattr(part, name)
+
+        def unpack(block, inputs, places=places):
+            pieces = block.flat.split([shape.numel() for *_, shape in places])
+            for (part, name, shape), piece in zip(places, pieces):
+                vars(part)[name] = piece.view(shape)      # Module.__setattr__ costs more
+
+        block.register_forward_pre_hook(unpack)
 
 
 def overflow_in_one_kernel(optimizer):

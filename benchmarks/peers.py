@@ -56,12 +56,17 @@ def contenders(args, world_size):
     rows += [(f"DeepSpeed 2 {name}", DeepSpeedLoop, 2, changes) for name, changes in (
         ("1e6", small), ("1e7", middle), ("1e7 groups", middle | grouped),
         (check[0], apart | check[1]))]
+    if args.packed:
+        rows += [(name + " packed", which, kind, settings | {"packed": True})
+                 for name, which, kind, settings in rows
+                 if not re.search("FSDP2|ZRO|patched", name)]
     if args.compile:
         rows += [(name + " compiled", which, kind, settings | {"compiled": True})
                  for name, which, kind, settings in rows if "ZRO" not in name]
     if args.deepcompile:                                  # last: it does not give all memory back
-        rows.append(("DeepCompile 2 compiled", DeepSpeedLoop, 2, {
-            "compiled": True, "compile.deepcompile": True, ZERO + "overlap_comm": False}))
+        rows += [("DeepCompile 2" + " packed" * on + " compiled", DeepSpeedLoop, 2, apart | {
+            "compiled": True, "compile.deepcompile": True, "packed": on})
+                 for on in (False, True)[:1 + args.packed]]
     return [row for row in rows if re.search(args.only, row[0])]
 
 
@@ -89,7 +94,7 @@ def run_one(contender, clip, args, launch, model, batch):
     if loop:
         loop.close()
     loop = None
-    torch._dynamo.reset()
+    torch.compiler.reset()
     gc.collect()
     row["floor"] = min(floor, memory.read())              # an earlier one's memory went meanwhile
     dist.monitored_barrier(launch.control, datetime.timedelta(seconds=AGREE_SECONDS))
@@ -209,10 +214,12 @@ def compare(rows, environment):
 
 
 def print_table(title, rows, summary):
-    print(f"\n{title} (c.: compiled)\n{'':<23}{'forward':>7}{'backw.':>7}{'step':>6}{'peak':>6}"
-          f"{'x best':>7}{'ms':>8}{'IQR':>6}{'x best':>7}{'tokens/s':>10}{'of peak':>8}{'loss':>9}")
+    width = max(len(row["name"]) for row in rows) + 1
+    print(f"\n{title} (c.: compiled)\n{'':<{width}}{'forward':>7}{'backw.':>7}{'step':>6}"
+          f"{'peak':>6}{'x best':>7}{'ms':>8}{'IQR':>6}{'x best':>7}{'tokens/s':>10}"
+          f"{'of peak':>8}{'loss':>9}")
     for row in rows:
-        name = f"{row['name'].replace(' compiled', ' c.'):<23}"
+        name = f"{row['name'].replace(' compiled', ' c.'):<{width}}"
         if row["error"]:
             print(f"{name}failed: {row['error']}")
             continue
@@ -223,7 +230,7 @@ def print_table(title, rows, summary):
         gap, parted = row["loss_difference"], row["parted_at_step"]
         loss = ("nan" if gap is None else f"{gap:.0e}") + "!" * (not row["loss_agrees"]) + (
             f"@{parted}" if parted else "")
-        print(name + "".join(f"{cell:>{width}}" for cell, width in zip(cells, (7, 7, 6, 6, 7)))
+        print(name + "".join(f"{cell:>{wide}}" for cell, wide in zip(cells, (7, 7, 6, 6, 7)))
               + f"{row['median_step_seconds'] * 1e3:>8.1f}{row['step_seconds_iqr'] * 1e3:>6.1f}"
               f"{row['median_step_seconds_ratio']:>7.2f}{row['tokens_per_second']:>10,.0f}"
               f"{row['share_of_matrix_peak']:>8.1%}{loss:>9}")
@@ -258,6 +265,7 @@ def main():
     add("--warm-up", type=int, default=5, help="steps before them (5)")
     add("--rounds", type=int, default=1, help="go through the contenders so often (1)")
     add("--only", default="", metavar="REGEX", help="contenders by name")
+    add("--packed", action="store_true", help="one flat weight per block as well, see loops.py")
     add("--compile", action="store_true", help="compiled variants as well")
     add("--deepcompile", action="store_true", help="stage 2 by DeepCompile as well (needs nvcc)")
     add("--hf-loss", action="store_true", help="peers take transformers' own loss")

@@ -467,6 +467,17 @@ def test_compiled_runs_train_as_eager_ones(folder, tiny):
     assert compiled.verdicts["loss_agrees"]["outcome"] == "PASS"
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="--compile needs a C++ compiler")
+def test_every_run_of_a_compiled_sweep_is_compiled(folder, small):
+    """torch compiles a function for eight models, then runs the next ones as they are."""
+    result = launch(folder(), "--model", small, "--random-weights", "--steps", 2, "--compile",
+                    "--sweep", "steps_per_print=1,2,3,4,5,6,7,8,9", timeout=300,
+                    env={"PATH": os.environ["PATH"]})
+    first, *others = map(losses, result.runs.values())        # eager dropout draws other numbers
+    assert len(others) == 8 and all(other == first for other in others)
+
+
 def test_an_accelerator_that_is_not_the_device_is_refused(folder):
     result = launch(folder(), *TINY, ok=False, timeout=60, env={"DS_ACCELERATOR": "xpu"})
     assert result.rc == 2 and result.err.count("\n") == 1 and "DS_ACCELERATOR" in result.err
