@@ -175,10 +175,13 @@ def check_arguments(args, runs):
     with contextlib.suppress(OSError, ValueError, AttributeError):        # checked when loaded
         if model not in GPT2_SIZES or (args.model and os.path.isdir(model)):
             positions = json.loads((Path(model) / "config.json").read_text()).get("n_positions")
-        if type(positions) is int and args.seq_len > positions:
-            raise Refused(f"--seq-len {args.seq_len}: the model has {positions} positions; use "
-                          "fewer")
+        check_positions(args, positions)
     check_outputs(args, runs)
+
+
+def check_positions(args, positions):
+    if type(positions) is int and args.seq_len > positions:
+        raise Refused(f"--seq-len {args.seq_len}: the model has {positions} positions; use fewer")
 
 
 def check_outputs(args, runs):
@@ -270,9 +273,7 @@ SECTIONS = {path[:dot.start()] for path in CONFIG_KEYS for dot in re.finditer(r"
 
 
 def read_config(path):
-    """Parse one JSON file into a dict. Raises Refused with line and column, or the byte offset,
-    but without the file's name.
-    """
+    """Parse one JSON file into a dict. Raises Refused: the place and the fix, but not the file."""
     def unique(pairs):
         names = [name for name, _ in pairs]
         twice = next((name for name in names if names.count(name) > 1), None)
@@ -356,10 +357,8 @@ def check_value(path, value):
 
 
 def check_config(config, world_size):
-    """Check a parsed config against the closed table and resolve it.
-
-    Args: config (dict as parsed); world_size (ranks). Returns {dotted path: exact value} with the
-    batch sizes, clipping, learning rate and stage stated. Raises Refused: the key and the fix.
+    """Check a parsed config against the closed table: {dotted path: exact value}, with the batch
+    sizes, clipping, learning rate and stage stated. Raises Refused: the key and the fix.
     """
     known = {path.rpartition(".")[2]: path for path in [*CONFIG_KEYS, *SECTIONS]}
     flat = {}
@@ -438,36 +437,34 @@ class Run:
 
 def plan_runs(args, world_size):
     """Read and check every config and sweep: the list of runs, in order. Raises Refused."""
-    sweeps, runs = [parse_sweep(text) for text in args.sweep], []
-    if len({key for key, _ in sweeps}) < len(sweeps):
+    sweeps, runs, names = dict(map(parse_sweep, args.sweep)), [], []
+    if len(sweeps) < len(args.sweep):
         raise Refused("--sweep: the same key twice; give all its values in one")
     for path in args.config:
+        first = len(runs)
         try:
-            config, first = flatten(read_config(path)), len(runs)
-        except Refused as error:
-            raise Refused(f"--config {path}: {error}") from None
-        for values in itertools.product(*(values for _, values in sweeps)):
-            swept = {key: pair for (key, _), pair in zip(sweeps, values)}
-            wanted = config | {key: value for key, (_, value) in swept.items()}
-            precision = precision_of(wanted) if args.precision == "auto" else args.precision
-            idle = [key for key in swept if not key.endswith((".stage", ".enabled")) and (
-                key.startswith(ZERO) and not wanted.get(STAGE)    # stage 0 reads nothing else there
-                or key.startswith(("fp16.", "bf16.")) and not key.startswith(precision))]
-            swept = {key: pair for key, pair in swept.items() if key not in idle}
-            try:
+            config = flatten(read_config(path))
+            for values in itertools.product(*sweeps.values()):
+                swept = dict(zip(sweeps, values))
+                wanted = config | {key: value for key, (_, value) in swept.items()}
+                precision = precision_of(wanted) if args.precision == "auto" else args.precision
+                for key in sweeps:                    # stage 0 reads nothing else of ZeRO's section
+                    if not key.endswith((".stage", ".enabled")) and (
+                            key.startswith(ZERO) and not wanted.get(STAGE) or
+                            key.startswith(("fp16.", "bf16.")) and not key.startswith(precision)):
+                        del swept[key]
                 resolved = check_config(unflatten(
                     config | {key: value for key, (_, value) in swept.items()}), world_size)
-            except Refused as error:
-                raise Refused(f"--config {path}: {error}") from None
-            if args.precision != "auto":
-                resolved |= {f"{p}.enabled": precision == p for p in ("fp16", "bf16")}
-            name = " ".join([path.stem] + [f"{key.removeprefix(ZERO)}={shown}"
-                                           for key, (shown, _) in swept.items()])
-            twins = sum(re.fullmatch(re.escape(name) + r"( \(\d+\))?", run.name) is not None
-                        for run in runs)
-            if all(run.config != resolved for run in runs[first:]):
-                runs.append(Run(name + f" ({twins + 1})" * bool(twins), resolved,
-                                {key: resolved[key] for key in swept}))
+                if args.precision != "auto":
+                    resolved |= {f"{p}.enabled": precision == p for p in ("fp16", "bf16")}
+                name = " ".join([path.stem] + [f"{key.removeprefix(ZERO)}={shown}"
+                                               for key, (shown, _) in swept.items()])
+                if all(run.config != resolved for run in runs[first:]):
+                    names.append(name)
+                    name += f" ({names.count(name)})" * (names.count(name) > 1)
+                    runs.append(Run(name, resolved, {key: resolved[key] for key in swept}))
+        except Refused as error:
+            raise Refused(f"--config {path}: {error}") from None
     return runs
 
 
@@ -506,28 +503,26 @@ class Launch:
         dist.all_gather_object(values, value, group=self.control)
         return values
 
-    def decide(self, function, *arguments):
-        """What function returns on rank 0, on every rank; a refusal there is one everywhere."""
+    def decide(self, chosen, function, *arguments):
+        """What function returns on the chosen ranks, on every rank; one's refusal is everyone's."""
         value = error = None
-        if self.rank == 0:
+        if chosen:
             try:
                 value = function(*arguments)
             except Refused as refused:
                 error = str(refused)
-        value, error = self.gather((value, error))[0]
-        if error is not None:
-            raise Refused(error)
-        return value
+        outcomes = self.gather((chosen, value, error))
+        if refusals := [error for _, _, error in outcomes if error is not None]:
+            raise Refused(refusals[0])
+        return [value for chosen, value, _ in outcomes if chosen]
 
 
 def read_launch():
-    """Rank and world size from what the launcher set, and the variables DeepSpeed wants.
-
-    torchrun and deepspeed set RANK, WORLD_SIZE and LOCAL_RANK, mpirun OMPI_COMM_WORLD_*, srun
-    SLURM_*; else this is one process. Raises Refused where they cannot be.
+    """Rank and world size from what the launcher set, and the variables DeepSpeed wants; one
+    process where none did. Raises Refused where they cannot be.
     """
     env = os.environ
-    sources = [("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    sources = [("RANK", "WORLD_SIZE", "LOCAL_RANK"),              # torchrun, deepspeed; mpirun
                ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")]
     if "MASTER_ADDR" in env:                                      # srun, told where rank 0 is
         sources.append(("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
@@ -536,15 +531,14 @@ def read_launch():
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             env["MASTER_ADDR"], env["MASTER_PORT"] = "127.0.0.1", str(probe.getsockname()[1])
+    texts = [env[name] for name in source] if source else ["0", "1", "0"]
     try:
-        rank, world_size, local_rank = numbers = [
-            int(env[name]) for name in source] if source else [0, 1, 0]
+        rank, world_size, local_rank = numbers = [*map(int, texts)]
         if not 0 <= rank < world_size or local_rank < 0:
             raise ValueError
     except ValueError:
-        raise Refused(f"{', '.join(source)}: {', '.join(env[name] for name in source)!r} are not a "
-                      "rank, a number of ranks above it and a local rank; unset them or use a "
-                      "launcher") from None
+        raise Refused(f"{', '.join(source)}: {', '.join(texts)!r} are not a rank, a number of "
+                      "ranks above it and a local rank; unset them or use a launcher") from None
     env.update(zip(sources[0], map(str, numbers)))
     env.setdefault("MASTER_ADDR", "127.0.0.1")
     port = env.setdefault("MASTER_PORT", "29500")
@@ -719,10 +713,7 @@ def load_config(found):
 
 
 def load_tokenizer(found):
-    """The model's tokenizer, or GPT-2's with 256 byte tokens where no vocabulary is at hand.
-
-    Raises Refused where the folder's cannot be read.
-    """
+    """The model's tokenizer; without a vocabulary GPT-2's with 256 byte tokens. Raises Refused."""
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers import AutoTokenizer, GPT2Tokenizer
     if found["vocabulary"]:
@@ -844,10 +835,8 @@ def read_pieces(path, size=1 << 16):
 
 
 def tokenize(path, tokenizer, needed):
-    """Tokenize a text once into a temporary file of int32; returns its name.
-
-    The file is one document unless it holds <|endoftext|>; one is added at the end. Memory stays
-    at a few pieces. Raises Refused below needed tokens, and then leaves no file behind.
+    """Tokenize a text once into a temporary file of int32, one document unless it holds
+    <|endoftext|>; returns its name. Memory stays at a few pieces. Raises Refused below needed.
     """
     handle, name = tempfile.mkstemp(prefix="train_zero2_", suffix=".tokens")
     count, blank, pieces = 1, True, read_pieces(path)
@@ -872,37 +861,35 @@ def tokenize(path, tokenizer, needed):
 def text_data(args, launch, tokenizer, samples):
     """Blocks of --data as (ids, ids), mapped from disk. Each host's first rank tokenizes."""
     import torch
-    name = error = None
-    if launch.local_rank == 0:
+    first, host = launch.local_rank == 0, socket.gethostname()
+
+    def tokenize_here():
         try:
-            name = tokenize(args.data, tokenizer, samples * args.seq_len)
-        except Refused as refused:
-            error = str(refused)
+            return host, tokenize(args.data, tokenizer, samples * args.seq_len)
         except OSError as failed:
-            error = f"--data {args.data}: {failed.strerror} ({failed.filename})"
-    outcomes = launch.gather((socket.gethostname(), name, error))
-    if any(error for _, _, error in outcomes):
-        raise Refused(next(error for _, _, error in outcomes if error))
-    mine = next(path for host, path, _ in outcomes if path and host == socket.gethostname())
+            raise Refused(f"--data {args.data}: {failed.strerror} ({failed.filename})") from None
+
+    mine = dict(launch.decide(first, tokenize_here))[host]
     blocks = os.path.getsize(mine) // 4 // args.seq_len
     tokens = torch.from_file(mine, size=blocks * args.seq_len, dtype=torch.int32)
     launch.gather()                                               # every rank has mapped its file
-    if name:
-        os.unlink(name)
+    if first:
+        os.unlink(mine)
     tokens = tokens.view(blocks, args.seq_len)
     return torch.utils.data.TensorDataset(tokens, tokens)
 
 
-def batches(dataset, config, launch, args, start=0):
+def batches(job, start=0):
     """Yield (epoch, (ids, labels)) for ever, micro-batch after micro-batch, from number start on.
 
     Every rank gets its own samples in the same number; the order follows from seed and epoch.
     """
     import torch
     from torch.utils.data import DataLoader, DistributedSampler
-    sampler = DistributedSampler(dataset, launch.world_size, launch.rank, seed=args.seed,
+    launch, args = job.launch, job.args
+    sampler = DistributedSampler(job.dataset, launch.world_size, launch.rank, seed=args.seed,
                                  shuffle=args.data is not None, drop_last=True)
-    loader = DataLoader(dataset, config[MICRO], sampler=sampler, drop_last=True,
+    loader = DataLoader(job.dataset, job.run.config[MICRO], sampler=sampler, drop_last=True,
                         generator=torch.Generator())  # else it draws from the one of dropout
     first, skip = divmod(start, len(loader))
     for epoch in itertools.count(first):
@@ -1070,10 +1057,6 @@ class Job:
     dataset: object
     stop: StopRequest
 
-    def batches(self, start=0):
-        """(epoch, (ids, labels)) for ever, of this rank, from micro-batch number start on."""
-        return batches(self.dataset, self.run.config, self.launch, self.args, start)
-
 
 def repair_baseline(engine, config):
     """Make stage 0 train as stages 1 and 2 do; returns the repairs made, one line each.
@@ -1209,9 +1192,8 @@ def check_fits(record, run, launch, model):
 def timed_step(engine, micro_batches, launch, memory, repairs, signal_number=0):
     """One optimizer step between two readings of the clock on an idle device, as all ranks saw it.
 
-    Returns a float64 tensor (ranks, 3): mean loss, seconds, signal. The exchange is not timed: the
-    script's own traffic, once a step, on the CPU. A stop asked of one rank rides on it, so that all
-    stop after the same step.
+    Returns a float64 tensor (ranks, 3): mean loss, seconds, signal (all ranks stop after the same
+    step). The exchange is not timed: the script's own traffic, once a step, on the CPU.
     """
     import torch
     import torch.distributed as dist
@@ -1234,7 +1216,7 @@ def measure(record, job, engine, memory, counter, on_step):
     """
     args, launch, config = job.args, job.launch, job.run.config
     done = load_checkpoint(job, engine) if args.resume else 0
-    feed = job.batches(done * config[ACCUMULATION])
+    feed = batches(job, done * config[ACCUMULATION])
     scaled, started = precision_of(config) == "fp16", False
     overall, steady, resident, collectives = memory.take(), {}, None, {}
     record["resumed_from_step"] = done if args.resume else None
@@ -1306,7 +1288,7 @@ def summarize(steps, rows, config, seq_len):
 def save_snapshot(record, job, engine, memory):
     """Write the allocator's history of one more step than was measured, for memory_viz."""
     import torch
-    taken = list(itertools.islice(job.batches(), job.run.config[ACCUMULATION]))
+    taken = list(itertools.islice(batches(job), job.run.config[ACCUMULATION]))
     torch.cuda.memory._record_memory_history(max_entries=1_000_000)
     train_step(engine, [batch for _, batch in taken], memory, record["repairs"])
     path, name = job.args.memory_snapshot, re.sub(r"[^\w.=-]+", "_", job.run.name)
@@ -1317,8 +1299,8 @@ def save_snapshot(record, job, engine, memory):
 
 def identity(run, args, world_size):
     """What a checkpoint and the run that goes on from it must have in common."""
-    held = {key: value for key, value in run.config.items() if key.startswith((
-        "train_batch", "gradient_", "optimizer."))}
+    held = {key: value for key, value in run.config.items() if not key.endswith(".enabled")
+            and key.startswith(("train_batch", "gradient_", "optimizer.", "fp16.", "bf16."))}
     data = None
     if args.data:
         with open(args.data, "rb") as file:
@@ -1349,12 +1331,18 @@ def check_resume(run, args, world_size):
         raise Refused(f"--resume: no whole checkpoint in {args.checkpoint}; start without "
                       "--resume, in a new folder") from None
     folder, universal = args.checkpoint / tag, run.config.get("checkpoint.load_universal")
-    if any(saved[key] != now[key] for key in ("world_size", "stage")) and not universal:
-        raise Refused(
-            f"--resume: {folder} holds {saved['world_size']} ranks at stage {saved['stage']}, this "
-            f"is {world_size} at {now['stage']}; convert it: (1) python -m deepspeed.checkpoint."
-            f"ds_to_universal --inject_missing_state --input_folder {folder} --output_folder "
-            f'{folder}_universal (2) add "checkpoint": {{"load_universal": true}} to the JSON')
+    converted = Path(f"{folder}_universal").is_dir()
+    if any(saved[key] != now[key] for key in ("world_size", "stage")):
+        if not (universal and converted):
+            raise Refused(
+                f"--resume: {folder} holds {saved['world_size']} ranks at stage {saved['stage']}, "
+                f"this is {world_size} at {now['stage']}; convert it: (1) python -m deepspeed."
+                f"checkpoint.ds_to_universal --inject_missing_state --input_folder {folder} "
+                f'--output_folder {folder}_universal (2) add "checkpoint": {{"load_universal": '
+                "true} to the JSON")
+    elif universal and not converted:                         # a run that was converted went on
+        raise Refused(f"--resume: {folder} has these ranks and this stage and is not converted; "
+                      'remove "checkpoint.load_universal"')
     free = ["step", "precision"] + ["world_size", "stage", "train_batch_size", ACCUMULATION,
                                     "round_robin_gradients"] * bool(universal)
     for key in now | saved:
@@ -1419,10 +1407,8 @@ def load_checkpoint(job, engine):
 
 
 def save_weights(job, engine):
-    """Write fp32 master weights and tokenizer for from_pretrained; whole, or not at all.
-
-    Returns {"path", "eval_loss"}: the eval-mode loss of rank 0's first micro-batch at the run's
-    precision, which the reloaded weights must give again.
+    """Write fp32 master weights and tokenizer for from_pretrained; whole, or not at all. Returns
+    {"path", "eval_loss"}: of rank 0's first micro-batch, which the weights must give when reloaded.
     """
     import torch
     from deepspeed.utils import safe_get_full_fp32_param
@@ -1434,7 +1420,7 @@ def save_weights(job, engine):
         masters = {id(p): q for halves, fulls in pairs for p, q in zip(halves, fulls)}
     engine.eval()
     with torch.no_grad():
-        loss = float(engine(*next(job.batches())[1]))
+        loss = float(engine(*next(batches(job))[1]))
     engine.train()
     if job.launch.rank == 0:
         clone = copy.deepcopy(job.model)
@@ -1714,8 +1700,12 @@ def loss_gaps(run, first):
 
 def loss_agrees(runs):
     """Every run's losses equal the first's step by step, up to where one alone skips a step."""
+    def nearness(run):                                # to the tolerances: the worst is named
+        early, late, *_ = loss_gaps(run, runs[0])
+        return max(early / LOSS_TOLERANCE, late / LOSS_DRIFT)
+
     details = []
-    for run in runs[1:]:
+    for run in sorted(runs[1:], key=nearness, reverse=True):
         ours, theirs = outside_zero(run), outside_zero(runs[0])
         other = next((k for k in {**ours, **theirs} if ours.get(k) != theirs.get(k)), None)
         early, late, steps, skip, alone = loss_gaps(run, runs[0])
@@ -1736,7 +1726,7 @@ def loss_agrees(runs):
                     )
         details.append((outcome, run["name"], text))
     return worst_outcome([o for o, _, _ in details], NA), (
-        f"against {runs[0]['name']}: {together(details)}" if details else "needs two runs")
+        f"against {runs[0]['name']}: {together(details)}" if details else "needs two whole runs")
 
 
 def memory_saved(runs, environment):
@@ -1869,10 +1859,8 @@ def knob_without_effect(runs, environment):
 
 
 def recommend(runs, environment):
-    """After a sweep: the lowest peak among the runs as fast as the fastest; None where unknown,
-    and where runs do not train alike.
-
-    Where times say nothing (ranks share a GPU, few steps) the lowest peak alone decides.
+    """After a sweep: the lowest peak among the runs as fast as the fastest (among all where times
+    say nothing: a shared GPU, few steps); None where unknown, or where runs train otherwise.
     """
     def peak(run):
         return run["peak_allocated_bytes"]["steady"]
@@ -1895,30 +1883,6 @@ def recommend(runs, environment):
             "cost_of_less": None if same_peak(peak(best), peak(smallest)) else
             f"{smallest['name']} needs {(peak(best) - peak(smallest)) / MB:,.0f} MB less and "
             f"{slower:+.0%} time"}
-
-
-def measured_size(environment):
-    """The GPT-2 size that was measured, by its number of parameters, or None."""
-    return next((name for name in GPT2_SIZES
-                 if sum(gpt2_parameters(name)) == environment["parameters"]), None)
-
-
-def project(run, environment):
-    """What the run's config would need elsewhere, on the worst rank, by GPT-2 size and ranks.
-
-    Returns {"ranks": [...], "rows": {model: [(resident, peak), ...]}, "activations_bytes"}: what
-    was measured beyond the expected backward peak, added in the measured model's row only.
-    """
-    measured, peaks = measured_size(environment), run["peak_allocated_bytes"]
-    activations = 0 if memory_unknown(environment) or not peaks["backward"] else max(
-        0, peaks["backward"] - run["expected_bytes"]["backward"])
-    ranks, rows = sorted({1, 2, 4, 8, 16, 64, environment["world_size"]}), {}
-    for model in list(GPT2_SIZES)[1:]:
-        worst = [expectations(gpt2_parameters(model), flatten(run["config"]), n)["expected_bytes"]
-                 for n in ranks]
-        extra = activations if model == measured else 0
-        rows[model] = [(w["resident"], max(w["backward"] + extra, w["step"])) for w in worst]
-    return {"ranks": ranks, "rows": rows, "activations_bytes": activations}
 
 
 # ------------------------------------------------------------------------------- 9. output
@@ -1953,11 +1917,10 @@ def table(rows, width):
 
 
 def print_header(environment):
-    e = environment
     print("train_zero2: {model}, {parameters:,} parameters, {weights} weights, vocabulary of "
           "{vocabulary:,}; {world_size} rank(s), {device}, {backend}; torch {torch}, deepspeed "
-          "{deepspeed}, transformers {transformers}".format(**e))
-    for notice in e["notices"]:
+          "{deepspeed}, transformers {transformers}".format(**environment))
+    for notice in environment["notices"]:
         print(f"note: {notice}")
 
 
@@ -2053,31 +2016,45 @@ def print_comparison(record):
               + f"; as good: {', '.join(best['as_good'])}" * bool(best["as_good"])
               + "; by memory alone, times of a shared GPU or of few steps tell nothing"
               * (not best["by_time"]))
-    zero = next((r for r in reversed(runs) if not r["error"] and stage_of(r)), None)
-    if zero:
-        ahead = project(zero, environment)
-        print(f"\nGB expected on the worst rank with {zero['name']} in "
-              f"{precision_of(flatten(zero['config']))}, "
-              "resident/peak; activations and workspace: "
-              + (f"{ahead['activations_bytes'] / MB:,.0f} MB as measured here, in this model's row"
-                 if ahead["activations_bytes"] else "not counted") + "; [ ]: measured here")
-        table([["ranks", *map(str, ahead["ranks"])]] + [
-            [model] + [("[{:.1f}/{:.1f}]" if (model, n) == (
-                measured_size(environment), environment["world_size"]) else "{:.1f}/{:.1f}").format(
-                    *(v / GB for v in cell)) for n, cell in zip(ahead["ranks"], cells)]
-            for model, cells in ahead["rows"].items()], 15)
+    if zero := next((r for r in reversed(runs) if not r["error"] and stage_of(r)), None):
+        print_projection(zero, environment)
+
+
+def print_projection(run, environment):
+    """What the run's config would need elsewhere, on the worst rank, by GPT-2 size and ranks.
+
+    What was measured beyond the expected backward peak is added in the measured model's row only.
+    """
+    config, backward = flatten(run["config"]), run["peak_allocated_bytes"]["backward"]
+    activations = 0 if memory_unknown(environment) or not backward else max(
+        0, backward - run["expected_bytes"]["backward"])
+    print(f"\nGB expected on the worst rank with {run['name']} in {precision_of(config)}, "
+          "resident/peak; activations and workspace: "
+          + (f"{activations / MB:,.0f} MB as measured here, in this model's row" if activations
+             else "not counted") + "; [ ]: measured here")
+    ranks = sorted({1, 2, 4, 8, 16, 64, environment["world_size"]})
+    rows = [["ranks", *map(str, ranks)]]
+    for model in list(GPT2_SIZES)[1:]:
+        sizes = gpt2_parameters(model)
+        here, cells = sum(sizes) == environment["parameters"], []
+        for n in ranks:
+            worst = expectations(sizes, config, n)["expected_bytes"]
+            peak = max(worst["backward"] + activations * here, worst["step"])
+            cell = f"{worst['resident'] / GB:.1f}/{peak / GB:.1f}"
+            cells.append(f"[{cell}]" if here and n == environment["world_size"] else cell)
+        rows.append([model, *cells])
+    table(rows, 15)
 
 
 def plot(path, runs, environment):
     """PNG: peak by phase with expected marked, loss curves, and a bucket sweep on a log axis."""
-    import matplotlib
-    matplotlib.use("Agg")
-    matplotlib.rcParams["text.parse_math"] = False                # a $ in a name is no formula
-    from matplotlib import pyplot
+    from matplotlib import rcParams
+    from matplotlib.figure import Figure
+    rcParams["text.parse_math"] = False                           # a $ in a name is no formula
     runs = [run for run in runs if not run["error"] and run["median_step_seconds"]]
     swept = groups_by([run for run in runs if stage_of(run)], BUCKET)
-    figure, (bars, curves, *rest) = pyplot.subplots(
-        1, 3 if swept else 2, figsize=(15 if swept else 11, 5.5), layout="constrained")
+    figure = Figure(figsize=(15 if swept else 11, 5.5), layout="constrained")
+    bars, curves, *rest = figure.subplots(1, 3 if swept else 2)
     colours = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442"]
     width, phases = 0.8 / max(1, len(runs)), PHASES[1:]           # colours of Okabe and Ito
     for i, run in enumerate(runs):
@@ -2134,8 +2111,9 @@ def describe(args, launch, found, model, vocabulary, runs):
             "weights": "pretrained" if found["pretrained"] else "random",
             "vocabulary": vocabulary,
             "parameters": sum(p.numel() for p in model.parameters()),
-            "precision": precision_of(runs[0].config), "seq_len": args.seq_len,
-            "seed": args.seed, "steps": args.steps, "notices": launch.notices,
+            "precision": " and ".join({precision_of(run.config): None for run in runs}),
+            "seq_len": args.seq_len, "seed": args.seed, "steps": args.steps,
+            "notices": launch.notices,
             "data": str(args.data) if args.data else None}
 
 
@@ -2164,14 +2142,12 @@ def load(args, launch, runs):
         now, saved = precision_of(runs[0].config), last_checkpoint(args.checkpoint)[1]["precision"]
         if now != saved:
             raise Refused(f"--resume: the checkpoint is in {saved}, this run in {now}")
-    found = launch.decide(find_model, args)
+    [found] = launch.decide(launch.rank == 0, find_model, args)
     if found["hub"] and launch.rank:                  # other hosts fetch what rank 0 found
         found["folder"] = fetch(found["name"])
     launch.notices += [found["notice"]] if found["notice"] else []
     config, tokenizer, text = load_config(found), load_tokenizer(found), None
-    if args.seq_len > config.n_positions:                         # a Hub model of its own kind
-        raise Refused(f"--seq-len {args.seq_len}: the model has {config.n_positions} positions; "
-                      "use fewer")
+    check_positions(args, config.n_positions)                     # a Hub model of its own kind
     if (last := max(tokenizer.get_vocab().values())) >= config.vocab_size:
         raise Refused(f"--model {found['name']}: token number {last} in the vocabulary, "
                       f"{config.vocab_size} tokens in the model: they do not belong together")
@@ -2206,8 +2182,7 @@ def train(args, runs, launch, stop):
             print(f"failed: {done['error']}") if done["error"] else print_run(done, environment)
             if args.json:
                 write_record(args.json, record)
-        stopped = any(launch.gather(stop.signal))
-        if stopped:
+        if stopped := any(launch.gather(stop.signal)):
             break
     if first:
         record["verdicts"] = compare(record["runs"], environment)

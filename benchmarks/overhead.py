@@ -73,6 +73,7 @@ def median_interval(values):
     at least 1; coverage is what that gives.
     """
     n, ordered, k = len(values), sorted(values), 1
+
     def outside(k):                                        # 2 P(Binomial(n, 1/2) < k)
         return 2 * sum(math.comb(n, i) for i in range(k)) / 2 ** n
     while outside(k + 1) <= 0.05:

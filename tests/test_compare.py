@@ -94,6 +94,8 @@ CASES = {
                          [record(), record("b", losses=(10.0, 9.0, 8.0, 7.0, 6.1))], {}),
     "third run outside": ("loss_agrees", "FAIL", ["c:"],
                           [record(), record("b"), record("c", losses=(9, 8, 7, 6, 5))], {}),
+    "the worst of those within": ("loss_agrees", "PASS", ["c: within 9e-04", "1 more likewise"], [
+        record(), record("b"), record("c", losses=(10, 9, 8, 7.0063, 6))], {}),
     "one run": ("loss_agrees", "NOT APPLICABLE", [], [record()], {}),
     "both skipped": ("loss_agrees", "PASS", [],
                      [record(skipped=(1,)), record("b", skipped=(1,))], {}),

@@ -402,7 +402,6 @@ def test_whole_betas_become_floats():
     assert [type(beta) for beta in config["optimizer.params.betas"]] == [float, float]
 
 
-
 def test_help_is_quick_and_names_every_flag(no_torch):
     status, out, err, seconds = script("--help", no_torch=no_torch)
     assert (status, err) == (0, "") and seconds < 0.6

@@ -219,6 +219,9 @@ def test_another_number_of_ranks_is_refused_with_two_steps_that_work(one_rank, u
     [run], [other] = result.record["runs"], uninterrupted.record["runs"]
     assert run["resumed_from_step"] == 2
     assert losses(run) == pytest.approx(losses(other)[2:], rel=1e-4)
+    again = own_text(one_rank, tiny, *here, "--steps", 8, micro=2 * MICRO, keys=key, ok=False,
+                     timeout=30)                       # what that run wrote needs no conversion
+    assert again.rc == 2 and 'remove "checkpoint.load_universal"' in again.err
 
 
 @pytest.mark.parametrize("arguments, keys, word", [
@@ -226,6 +229,7 @@ def test_another_number_of_ranks_is_refused_with_two_steps_that_work(one_rank, u
     (["--steps", "2"], {}, "step"),
     ([], {"zero_optimization": {"stage": 0}}, "stage"),
     ([], {"gradient_accumulation_steps": 2}, "gradient_accumulation_steps 1, this run 2"),
+    ([], {"fp16": {"initial_scale_power": 8}}, "initial_scale_power None, this run 8"),
     ([], {"gradient_clipping": 7.0}, "gradient_clipping 1.0, this run 7.0"),
     ([], {"zero_optimization": {"stage": 2, "reduce_bucket_size": 5e5,
                                 "round_robin_gradients": True}}, "round_robin_gradients")])
