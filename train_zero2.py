@@ -2081,6 +2081,9 @@ def plot(path, runs, environment):
                           color=colours[0], label=f"step time, {name}")
             twin.plot(values, [r["peak_allocated_bytes"]["backward"] / GB for _, r in group], style,
                       color=colours[5], label=f"backward peak, {name}")
+        sizes = sorted({value for group in swept for value, _ in group})
+        axis.set_xticks(sizes, [f"{size:g}".replace("e+0", "e") for size in sizes], fontsize=8)
+        axis.minorticks_off()
         axis.set(title="Bucket size", xlabel="reduce_bucket_size (elements)")
         axis.set_ylabel("median step (ms)", color=colours[0])
         twin.set_ylabel("backward peak (GB)", color=colours[5])

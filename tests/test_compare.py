@@ -6,7 +6,7 @@ import pytest
 
 from conftest import STAGE0, ZERO2
 from train_zero2 import (Launch, Run, RunFailed, check_config, check_fits, compare, expected_bytes,
-                         groups_by, recommend, unflatten)
+                         groups_by, plot, recommend, unflatten)
 
 MB = 1e6
 LOSSES = (10.0, 9.0, 8.0, 7.0, 6.0)
@@ -457,3 +457,14 @@ def test_buffers_are_the_bucket_twice_with_overlap():
     for overlap, times in ((False, 1), (True, 2)):
         config = resolved(ZERO2, reduce_bucket_size=1e7, overlap_comm=overlap)
         assert expected_bytes(sizes(), config, 2, 0)["buckets"] == 1e7 * 2 * times
+
+
+def test_the_plot_names_the_buckets(tmp_path):
+    runs = [swept(BUCKET, size) for size in (1e6, 1e7, 5e7)]
+    with mock.patch("matplotlib.figure.Figure.savefig", autospec=True) as savefig:
+        plot(tmp_path / "p.png", runs, environment())
+    figure = savefig.call_args.args[0]
+    figure.draw_without_rendering()
+    bars, _, buckets, _ = ([label.get_text() for label in axis.get_xticklabels()]
+                           for axis in figure.axes)
+    assert bars == ["forward", "backward", "step"] and buckets == ["1e6", "1e7", "5e7"]
