@@ -345,8 +345,8 @@ print("LOSS", json.dumps([float(loss), exact, len(tokenizer)]))
 """
 
 
-@pytest.mark.parametrize("stage, precision", [(0, "float16"), (2, "bfloat16"), pytest.param(
-    1, "float32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage, precision", [(2, "bfloat16"), *(pytest.param(
+    *other, marks=pytest.mark.slow) for other in ((0, "float16"), (1, "float32")))])
 def test_saved_weights_give_the_same_loss(folder, tiny, stage, precision):
     path, key = folder(), {"float16": "fp16", "bfloat16": "bf16"}.get(precision)
     keys = {key: {"enabled": True}} if key else {}

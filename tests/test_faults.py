@@ -41,9 +41,10 @@ def first_run_is_whole(result):
 
 # Call 6 is step 2 of the second run.
 @pytest.mark.parametrize("by, fault", [
-    ("torchrun", "kill=step:1:6"), ("deepspeed", "raise=backward:1:6"), *[
+    ("torchrun", "kill=step:1:6"), *[
         pytest.param(by, fault, marks=pytest.mark.slow) for by, fault in [
-            ("deepspeed", "kill=step:1:6"), ("torchrun", "raise=backward:0:6"),
+            ("deepspeed", "kill=step:1:6"), ("deepspeed", "raise=backward:1:6"),
+            ("torchrun", "raise=backward:0:6"),
             *[("torchrun", f"kill={phase}:{rank}:6") for phase in ("forward", "backward", "step")
               for rank in (0, 1) if (phase, rank) != ("step", 1)]]]])
 def test_a_rank_that_dies_ends_the_launch(tmp_path, small, by, fault):
@@ -85,8 +86,9 @@ LONG = ("--random-weights", "--sweep", "gradient_clipping=1,2,3", "--steps", 40)
 
 
 @pytest.mark.parametrize("by, number, rc", [
-    ("python", signal.SIGINT, 130), ("python", signal.SIGTERM, 130),
-    ("deepspeed", signal.SIGINT, 130),
+    ("python", signal.SIGINT, 130),
+    pytest.param("python", signal.SIGTERM, 130, marks=pytest.mark.slow),
+    pytest.param("deepspeed", signal.SIGINT, 130, marks=pytest.mark.slow),
     pytest.param("torchrun", signal.SIGINT, 1, marks=pytest.mark.slow),
     pytest.param("torchrun", signal.SIGTERM, 1, marks=pytest.mark.slow),
     pytest.param("deepspeed", signal.SIGTERM, None, marks=pytest.mark.slow)])

@@ -511,7 +511,8 @@ def test_a_precision_asked_for_that_cannot_be_is_refused(folder):
 
 @pytest.mark.parametrize("names", [
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")], ids=["mpirun", "srun"])
+    pytest.param(("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"), marks=pytest.mark.slow)],
+    ids=["mpirun", "srun"])
 def test_two_processes_that_another_launcher_started(folder, names):
     port, started = str(free_port()), []
     for rank in (0, 1):
