@@ -180,6 +180,7 @@ def check_arguments(args, runs):
 
 
 def check_positions(args, positions):
+    """Refuse more tokens than the model has positions (None: not known yet)."""
     if type(positions) is int and args.seq_len > positions:
         raise Refused(f"--seq-len {args.seq_len}: the model has {positions} positions; use fewer")
 
@@ -835,8 +836,10 @@ def read_pieces(path, size=1 << 16):
 
 
 def tokenize(path, tokenizer, needed):
-    """Tokenize a text once into a temporary file of int32, one document unless it holds
-    <|endoftext|>; returns its name. Memory stays at a few pieces. Raises Refused below needed.
+    """Tokenize a text once into a temporary file of int32; returns its name.
+
+    The file is one document unless it holds <|endoftext|>; one is added at the end. Memory stays
+    at a few pieces. Raises Refused below needed tokens, and then leaves no file behind.
     """
     handle, name = tempfile.mkstemp(prefix="train_zero2_", suffix=".tokens")
     count, blank, pieces = 1, True, read_pieces(path)
@@ -1168,8 +1171,8 @@ def execute(record, job, on_step):
             counter.close()
         if engine:
             engine.destroy()
-        if args.compile:
-            for weight in engine.module.parameters() if engine else ():   # one is kept alive
+        if engine and args.compile:
+            for weight in engine.module.parameters():         # one is kept alive, and so are all
                 weight.untyped_storage().resize_(0)
             torch.compiler.reset()                            # else the ninth run is not compiled
         del engine
@@ -1700,12 +1703,8 @@ def loss_gaps(run, first):
 
 def loss_agrees(runs):
     """Every run's losses equal the first's step by step, up to where one alone skips a step."""
-    def nearness(run):                                # to the tolerances: the worst is named
-        early, late, *_ = loss_gaps(run, runs[0])
-        return max(early / LOSS_TOLERANCE, late / LOSS_DRIFT)
-
-    details = []
-    for run in sorted(runs[1:], key=nearness, reverse=True):
+    found = {}
+    for run in runs[1:]:
         ours, theirs = outside_zero(run), outside_zero(runs[0])
         other = next((k for k in {**ours, **theirs} if ours.get(k) != theirs.get(k)), None)
         early, late, steps, skip, alone = loss_gaps(run, runs[0])
@@ -1724,7 +1723,8 @@ def loss_agrees(runs):
                         steps > LOSS_STEPS)
                     + f", one alone skipped step {skip}: nothing to compare from there" * bool(skip)
                     )
-        details.append((outcome, run["name"], text))
+        found[outcome, run["name"], text] = max(early / LOSS_TOLERANCE, late / LOSS_DRIFT)
+    details = sorted(found, key=found.get, reverse=True)      # the nearest to failing is named
     return worst_outcome([o for o, _, _ in details], NA), (
         f"against {runs[0]['name']}: {together(details)}" if details else "needs two whole runs")
 

@@ -103,9 +103,9 @@ class DeepSpeedLoop:
     """train_zero2's own code path: build_engine with its repairs, then train_step.
 
     groups: so many parameter groups of whole blocks, then one of the embeddings, so that the
-    optimizer step's fp32 copy is one group's. packed: see pack. one_check: the
-    overflow check of all gradients in GradScaler's multi-tensor kernel in place of DeepSpeed's,
-    which takes six kernels per weight; only to tell what that one costs.
+    optimizer step's fp32 copy is one group's. packed: see pack. one_check: the overflow check of
+    all gradients in GradScaler's multi-tensor kernel in place of DeepSpeed's, which takes six
+    kernels per weight; only to tell what that one costs.
     """
 
     def __init__(self, stage, args, launch, model, clip, compiled=False, packed=False,

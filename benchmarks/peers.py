@@ -3,7 +3,8 @@
 
 One launch trains the same GPT-2 on the same tokens with every contender in turn: a plain loop
 (one rank), DDP, DDP with ZeroRedundancyOptimizer (ZRO), FSDP2 (fully_shard, no reshard after
-forward), and DeepSpeed stages 0, 1 and 2 by train_zero2's own build_engine and train_step.
+forward), and DeepSpeed stages 0, 1 and 2 by train_zero2's own build_engine and train_step; with
+--packed also on a model whose blocks have one flat weight each (pack in loops.py).
 
     python benchmarks/peers.py                                                # one rank
     torchrun --nproc-per-node=2 benchmarks/peers.py --micro-batch 8 --seq-len 1024 --rounds 2
